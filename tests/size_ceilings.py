@@ -34,12 +34,12 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        36_600,
+        36_790,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if name.startswith(TOOLS)),
-        5_640,
+        5_690,
     ),
     Ceiling(
         "lines of the core: top level without `hardware.py`, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
@@ -47,6 +47,6 @@ CEILINGS = (
         - _lines([SOURCES["hardware.py"]]),
         24_140,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 61_540),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 61_720),
     Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 57_150),
 )
