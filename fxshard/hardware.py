@@ -46,7 +46,8 @@ class HardwareSpec:
         kernel_overhead: seconds that each kernel costs besides its work.
         gather_tensor_overhead: seconds that each tensor after the first adds to a coalesced all_gather.
         reduce_tensor_overhead: the same for a coalesced reduce_scatter.
-        launch_overhead: seconds that a launch and its wait cost the rank besides what the link takes.
+        launch_overhead: seconds that a launch and its wait cost the rank besides what the link takes; on a CPU compute
+            stands so long.
         replica_latency: `link_latency` between ranks that hold the same shard; `None`: no other link is between them.
         replica_bandwidth: `link_bandwidth` there.
         tensor_latency: `link_latency` between the ranks of tensor parallelism; `None`: no other link is between them.
@@ -197,6 +198,10 @@ class HardwareSpec:
         hop = (self.network_latency + (inside - 1) * self.hop_latency) / inside
         bandwidth = inside * self.network_bandwidth
         return Link(self.link_latency, hop, min(bandwidth, self.link_bandwidth) if inside > 1 else bandwidth)
+
+    def crosses_nodes(self, ranks: int) -> bool:
+        """Whether so many ranks in a row are on several nodes."""
+        return bool(self.ranks_per_node) and ranks > self.ranks_per_node
 
     def replica_link(self, replicas: int, shards: int) -> Link:
         """The link between ranks that hold the same shard."""

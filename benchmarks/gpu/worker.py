@@ -119,7 +119,7 @@ class Worker(SystemRank):
     def _turn(self, turn: Turn) -> Timed:
         self.trainer.microbatches = turn.microbatches
         self._set_speed(turn.link)
-        sent = sum(self.traffic().values(), Traffic())
+        sent = sum(self.traffic()[0].values(), Traffic())
         for _ in range(turn.warm_up - 2):
             self.trainer.step()
         self.synchronize()

@@ -86,11 +86,14 @@ def machine() -> HardwareSpec:
         return Calibration([dist.group.WORLD], torch.device("cpu")).run(lambda line: None)
 
 
-def planned(of: Configuration, schedule: str, machine: HardwareSpec) -> tuple[RunCost, int]:
-    """The plan of a configuration, and the most that unsharded parameters take in one of its graphs."""
+def on_link(of: Configuration, machine: HardwareSpec) -> HardwareSpec:
+    """The machine with the link of a configuration."""
+    return dataclasses.replace(machine, link_latency=LATENCY_US * 1e-6, link_bandwidth=of.gigabytes_per_s * 1e9)
+
+
+def planned(of: Configuration, schedule: str, spec: HardwareSpec) -> RunCost:
+    """The plan of a configuration."""
     settings = PlanSettings(param_dtype=torch.float32, accumulation=of.accumulation, reduces_each=False)
-    link = {"link_latency": LATENCY_US * 1e-6, "link_bandwidth": of.gigabytes_per_s * 1e9}
-    spec = dataclasses.replace(machine, **link)  # type: ignore[arg-type]
     how = SCHEDULES[schedule]
     model, args, kwargs = checked(
         (shapes.decoder(MODELS[of.model], SEQUENCE), shapes.inputs(1, SEQUENCE)), "the builder"
@@ -98,18 +101,17 @@ def planned(of: Configuration, schedule: str, machine: HardwareSpec) -> tuple[Ru
     traced = outline(
         model, args, kwargs, world_size=of.ranks, options=settings.options(spec, how), saves_all=not how.fuses
     )
-    frames = [*traced.outer.frames, *(traced.blocks.frames if traced.blocks else ())]
-    stats = [frame.stats_of(frame.running(stage)).evaluate() for frame in frames for stage in frame.scheduled]
-    cost = cost_of(traced, spec, how, tokens=tokens_of(args), **settings.run)
-    return cost, max(int(each.unsharded_peak_bytes) for each in stats)
+    return cost_of(traced, spec, how, tokens=tokens_of(args), **settings.run)
 
 
-def measured(of: Configuration, rounds: int) -> dict[str, Any]:
-    """What `fxshard bench` measures of the three systems, by name."""
+def measured(of: Configuration, spec: HardwareSpec, rounds: int) -> dict[str, Any]:
+    """What `fxshard bench` measures of the three systems, by name; fxshard buckets by what the plan counts on."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.json"
+        file, device = Path(folder) / "result.json", Path(folder) / "device.json"
+        device.write_text(spec.to_json())
         given = {
             "--systems": ",".join((*SYSTEMS, ALONE)),
+            "--options": f"hardware={device}",
             "--group": "emulated",
             "--world-size": of.ranks,
             "--gigabytes-per-s": of.gigabytes_per_s,
@@ -128,19 +130,20 @@ def rows(numbers: Sequence[int], rounds: int = 15) -> Iterator[str]:
     """A line of a table for each configuration and system."""
     spec = machine()
     yield f"peak {max(spec.peak_flops.values()) / 1e9:.1f} GFLOP/s, memory {spec.memory_bandwidth / 1e9:.1f} GB/s\n"
-    yield "|model|ranks|GB/s|microbatches|system|measured ms|planned ms|error|unsharded measured|planned|"
+    yield "|model|ranks|GB/s|microbatches|system|measured ms|planned ms|error|gathered measured|planned|"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for number in numbers:
         of = CONFIGURATIONS[number]
-        found = measured(of, rounds)
-        costs = {system: planned(of, schedule, spec) for system, schedule in SYSTEMS.items()}
-        cost, _ = costs[next(iter(SYSTEMS))]
-        seconds = {system: cost.seconds for system, (cost, _) in costs.items()}
-        seconds[ALONE] = cost.compute + cost.optimizer * of.ranks
+        there = on_link(of, spec)
+        found = measured(of, there, rounds)
+        costs = {system: planned(of, schedule, there) for system, schedule in SYSTEMS.items()}
+        cost = costs[next(iter(SYSTEMS))]
+        seconds = {system: cost.seconds for system, cost in costs.items()}
+        seconds[ALONE] = sum(each.seconds for each in cost.record.kernels()) + cost.optimizer * of.ranks
         for system, each in seconds.items():
-            step, peak = found[system]["step_ms"]["median"], found[system]["unsharded_peak_bytes"]
+            step, peak = found[system]["step_ms"]["median"], found[system]["gathered_peak_bytes"]
             times = f"{step:.1f}|{each * 1e3:.1f}|{each * 1e3 / step - 1:+.1%}"
-            peaks = f"{peak}|{costs[system][1]}" if peak else "|"
+            peaks = f"{peak}|{costs[system].gathered}" if peak else "|"
             yield f"|{of.model}|{of.ranks}|{of.gigabytes_per_s}|{of.accumulation}|{system}|{times}|{peaks}|"
 
 

@@ -55,7 +55,12 @@ def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, LaunchCos
             link = hardware.link(number)
         key = (op, nbytes, ranks, link)
         if key not in known:
-            known[key] = transfer_seconds(op, nbytes, ranks, link)
+            crosses = op == "all_to_all" and hardware.crosses_nodes(number) and link == hardware.link(number)
+            known[key] = (
+                exchange_between_nodes(nbytes, number, hardware)
+                if crosses
+                else transfer_seconds(op, nbytes, ranks, link)
+            )
         found[node] = LaunchCost(
             node=node,
             unit=", ".join(units) if units else None,
@@ -74,6 +79,16 @@ def launches_inside(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, list[
     calls = {node: code for node in sizes.live.nodes if (code := regions.code_of(node)) is not None}
     known = {code: [*launches_of(sizes_inside(code, sizes), hardware).values()] for code in {*calls.values()}}
     return {node: known[code] for node, code in calls.items() if known[code]}
+
+
+def exchange_between_nodes(nbytes: Quantity, ranks: int, hardware: HardwareSpec) -> Quantity:
+    """Time of an all_to_all over several nodes: each rank sends to all others at once, over its own part of each link.
+
+    What goes to another node does so once for each pair of ranks, not once for each node as in a ring.
+    """
+    inside = hardware.ranks_per_node
+    near, far = (inside - 1) / hardware.link_bandwidth, (ranks - inside) / (hardware.network_bandwidth or 1.0)
+    return hardware.link_latency + hardware.network_latency + nbytes / ranks * max(near, far)
 
 
 def transfer_seconds(op: str, nbytes: Quantity, ranks: Quantity, link: Link) -> Quantity:

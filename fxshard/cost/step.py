@@ -7,7 +7,7 @@ the host has launched it. A graph may call others: [Note: outlined traces] in `p
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
@@ -16,8 +16,9 @@ from torch import fx
 
 from fxshard.cost.timeline import Timeline
 from fxshard.hardware import HardwareSpec
-from fxshard.ir import launch_groups
+from fxshard.ir import launch_groups, ops
 from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS
+from fxshard.ir.launch_groups import LaunchGroup
 
 
 class StepTime(NamedTuple):
@@ -65,7 +66,8 @@ class Interval:
 class GraphOfStep:
     """A graph of a step, and the gathers at its two ends.
 
-    The first ones are launched by the graph before, behind the last ones of that (`passes/hand_off_prefetch.py`).
+    The first launch is made by the graph before, behind the last one of that (`passes/hand_off_prefetch.py`). Where one
+    unit's launches are all of a graph, each of them makes the one behind it.
     """
 
     def __init__(
@@ -78,23 +80,29 @@ class GraphOfStep:
         names: Mapping[fx.Node, str] | None = None,
         stage: str = "",
         resident: bool = False,
+        in_subgroups: Collection[str] = (),
     ) -> None:
         """`timeline` is that of `graph`; `calls` are the graphs that run in the place of some of its nodes.
 
         With `copies_out` parameters are copied out of what was gathered, as FSDP2 does; `resident` ones are gathered in
         the first microbatch alone. `names` are those of what `calls` stand for, `stage` is "forward" or "backward";
-        both decide nothing.
+        both decide nothing. `in_subgroups` are units of which backward sends what forward has kept.
         """
         self.graph, self.timeline, self.calls = graph, timeline, calls or {}
         self.names, self.stage, self.resident = names or {}, stage, resident
         groups = launch_groups.groups_of(graph, GATHERS)
-        self.first = tuple(node for node in groups[0].nodes if node in timeline.queues) if groups else ()
-        self.last = groups[-1].launches[-1] if groups else None
+        hands_over = bool(groups) and _is_handed_over(groups[0], in_subgroups)
+        launches = [launch_groups.group_of(launch).nodes for group in groups for launch in group.launches]
+        self.ahead = tuple(launches[0]) if hands_over else ()
+        self.first = tuple(node for node in self.ahead if node in timeline.queues)
+        is_only = hands_over and len(groups) == 1
+        self.pulled = {groups[0].launches[i]: nodes for i, nodes in enumerate(launches[1:])} if is_only else {}
+        self.last = groups[-1].launches[-1 if is_only else 0] if groups else None
         self.events = sorted([*timeline.needs, *self.calls])  # nodes compare by their place in the graph
-        self.copies: dict[fx.Node, float] = {}  # wait for a gather -> seconds of the copy behind it
+        self.copies: dict[fx.Node, fx.Node] = {}  # wait for a gather behind which it is copied -> the gather
         for launch in (launch for group in groups for launch in group.launches if copies_out):
             waits = (event for event in self.events if launch in timeline.needs.get(event, ()))
-            self.copies[next(waits)] = 2 * timeline.launched_bytes(launch) / timeline.hardware.memory_bandwidth
+            self.copies[next(waits)] = launch
         begun = {node for node, cost in timeline.compute.items() if cost.starts}
         kernels = accumulate((node in begun for node in graph.nodes), initial=0)
         self.kernels_before = dict(zip(graph.nodes, kernels, strict=False))
@@ -166,9 +174,8 @@ class Clock:
         self.begun, run = {}, len(self.runs)
         self.runs.append(GraphRun(graph, name))
         called = [(graph.calls[node], graph.names.get(node, "")) for node in graph.events if node in graph.calls]
-        following = called[0][0] if called else following
         if graph.last is None and called:
-            self._begin(following)
+            self._begin(called[0][0])
         for node in graph.events:
             before, here = timeline.computed_before(node), timeline.place_of(node)
             self._compute(before - began, graph.kernels_before[node] - kernels, run, (place, here))
@@ -181,11 +188,16 @@ class Clock:
             if node in timeline.queues:
                 if node not in done and self._launches(graph, node):
                     done[node] = self._launch(timeline, node, max((each.end for each in needed), default=0.0), run)
+                for each in (each for each in graph.pulled.get(node, ()) if each in timeline.queues):
+                    if self._launches(graph, each):
+                        done[each] = self._launch(timeline, each, 0.0, run)
                 if node is graph.last:
-                    self._begin(following)
+                    self._begin(called[0][0] if called else following)
             elif needed:
                 self._wait(needed, *_latest_launch(timeline, needed))
-                self._compute(graph.copies.get(node, 0.0), 0, run, (here, here), "copy out")
+                if node in graph.copies:
+                    copied = 2 * timeline.launched_bytes(graph.copies[node]) / timeline.hardware.memory_bandwidth
+                    self._compute(copied, 0, run, (here, here), "copy out")
         end = len(timeline.nodes)
         self._compute(timeline.compute_seconds - began, graph.num_kernels - kernels, run, (place, end))
 
@@ -240,6 +252,8 @@ class Clock:
 
     def _launch(self, timeline: Timeline, node: fx.Node, ready: float, run: int) -> Interval:
         queue = timeline.queues[node]
+        if self.hardware is not None and (seconds := timeline.host_seconds.get(node, 0.0)):
+            self._stand(f"launch of {timeline.launches[node].label}", self.now + seconds)
         start = max(self.now, ready, self.last[queue].end if queue in self.last else 0.0)
         self.last[queue] = Interval(
             stream=queue,
@@ -253,6 +267,12 @@ class Clock:
         )
         self.intervals.append(self.last[queue])
         return self.last[queue]
+
+
+def _is_handed_over(group: LaunchGroup, in_subgroups: Collection[str]) -> bool:
+    """Whether the graph before may launch it, as `passes/hand_off_prefetch.py` decides."""
+    copied = any(node.target is ops.COPY_TO_DEVICE for node in group.nodes)
+    return not copied and group.units.keys().isdisjoint(in_subgroups)
 
 
 _END = operator.attrgetter("end")

@@ -25,9 +25,9 @@ from fxshard.cost.comm import launches_inside, launches_of
 from fxshard.cost.roofline import FREE, ComputeModel
 from fxshard.cost.sizes import Sizes
 from fxshard.cost.symbols import Quantity, Sum
-from fxshard.hardware import HardwareSpec
+from fxshard.hardware import HardwareSpec, describes
 from fxshard.ir import collectives, ops, tags
-from fxshard.ir.liveness import Liveness
+from fxshard.ir.liveness import Liveness, tensors_in
 
 _END = operator.attrgetter("end")
 
@@ -109,6 +109,8 @@ class Timeline:
             for node, launch in self.launches.items()
         }
         """Launch -> the share of compute's speed that it takes while it runs."""
+        self.host_seconds = {node: _host_seconds(node, launch.op, hardware) for node, launch in self.launches.items()}
+        """Launch -> what it takes of the thread that computes, which on a CPU is that of the host."""
         self.queues = {node: launch.group for node, launch in self.launches.items()}
         self.queues |= {node: stream for node in costs if (stream := tags.meta_of(node).stream)}
         """Launch or copy -> its process group or side stream."""
@@ -230,6 +232,14 @@ class Timeline:
             for node in self.needs
         )
         return [(place, node) for place, *_, node in sorted(standing)]
+
+
+def _host_seconds(launch: fx.Node, op: str, hardware: HardwareSpec) -> float:
+    if not describes(hardware, "cpu"):
+        return 0.0
+    reduces = op == "reduce_scatter"
+    per_tensor = hardware.reduce_tensor_overhead if reduces else hardware.gather_tensor_overhead
+    return hardware.launch_overhead + (max(len(tensors_in(launch)), 1) - 1) * per_tensor
 
 
 def _needs(

@@ -11,6 +11,7 @@ checkpoints the call of a block, the block is traced inside a checkpoint of its 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxshard import torch_private
+from fxshard import hardware, torch_private
 from fxshard.compile.one_line.units import blocks_of
+from fxshard.cost.bucket_sizes import copy_seconds
 from fxshard.cost.optimizer_step import OptimizerBuilder
 from fxshard.errors import ConfigError
-from fxshard.inspect.explain import explained, reads_values
+from fxshard.inspect.explain import DEFAULT_HARDWARE, explained, reads_values
 from fxshard.inspect.explanation import Explanation
 from fxshard.inspect.replica import Replica
+from fxshard.ir.collectives import ALONE_BYTES
 from fxshard.ir.planned_block import is_backward, number_of, planned_block, text_of
 from fxshard.plan.optimizers import adamw
 
@@ -125,7 +128,7 @@ def outline(
     called = _called(model, blocks, names, args, kwargs, options)
     calls = {id(block): _BlockCall(number, block, *result) for number, (block, result) in enumerate(called)}
     around = copy.deepcopy(model, dict(calls))
-    outer = _in_one_graph(trace(around, options={**options, "lower": "eager"}, saves_all=True))
+    outer = _in_one_graph(trace(around, options=_uncompiled(options), saves_all=True))
     forward, backward = (outer.frames[0].running(stage).graph for stage in ("forward", "backward"))
     again = {number_of(node) for node in forward.nodes if node.meta.get("recompute") in _AGAIN}
     model = checkpointed(model, [block for i, (block, _) in enumerate(called) if i in again])
@@ -150,6 +153,13 @@ def outline(
 def backward_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     """The nodes of a backward that stand for those of blocks; one that computes a block again stands for nothing."""
     return {node: number for node in graph.nodes if (number := number_of(node)) is not None and is_backward(node)}
+
+
+def _uncompiled(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options whose graphs launch as code that runs uncompiled: a unit as a whole, large parameters by themselves."""
+    spec = hardware.load(options.get("hardware") or DEFAULT_HARDWARE)
+    spec = dataclasses.replace(spec, gather_tensor_overhead=copy_seconds(ALONE_BYTES, spec) / 2)
+    return {**options, "lower": "eager", "schedule": "fsdp2", "hardware": spec.to_json()}
 
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

@@ -17,7 +17,7 @@ import numpy as np
 
 from fxshard.cost.solver import Array, Choice, PolicyProblem
 from fxshard.cost.step import COMPUTE, Clock, GraphOfStep, Interval
-from fxshard.cost.step_memory import FrameMemory, memory_of_frame, memory_of_step
+from fxshard.cost.step_memory import FrameMemory, MemoryUse, memory_of_frame, memory_of_step
 from fxshard.hardware import HardwareSpec
 from fxshard.plan.policies import Policy, TracedPolicies
 from fxshard.plan.run import PlannedFrame, ShardSteps
@@ -64,34 +64,36 @@ class Prices:
         # (an earlier microbatch has run, this one reduces) -> how many are so
         self.turns = collections.Counter((i > 0, each or i == accumulation - 1) for i in range(accumulation))
         self.accumulates = accumulation > 1
-        self.num_places = 4 * len(self.called) + 2
+        self.use = self._memory_of_step()
+        self.num_places = len(self.use.places)
         self.starts = [turn * self.num_places for turn in range(len(self.turns))]  # first moments
         graphs = [g for outer, called in self.of_policy for f in (outer, *called) for g in (f.forward, f.backward)]
         queues = sorted({queue for graph in graphs for queue in graph.timeline.queues.values()})
         self.row = {COMPUTE: 0} | {queue: 1 + i for i, queue in enumerate(queues)}
-        self._memory: dict[tuple[int, int], FrameMemory] = {}
+        self._memory: dict[tuple[int, int], tuple[FrameMemory, FrameMemory]] = {}
 
     def problem(self) -> PolicyProblem:
         """What the solver chooses from."""
-        traced = self.traced
-        shards, (trained, _) = traced.blocks.device_bytes, traced.blocks.trained_bytes
-        use = memory_of_step(
-            self.outer.memory,
-            self.steps.standing_bytes(shards, trained),
-            stepping=self.steps.buffer_bytes,
-            gradients=trained if self.accumulates else 0,
-            own_streams=traced.schedule.is_fsdp2,
-        )
         seconds = self._nothing()
-        seconds[0, -1] = self.steps.seconds(trained, 0)
+        seconds[0, -1] = self.steps.seconds(self.traced.blocks.trained_bytes[0], 0)
         for start in self.starts:
             self._add_outer(seconds, start)
         times = [number for number in self.turns.values() for _ in range(self.num_places)]
         return PolicyProblem(
             units=[self._choices(i) for i in range(len(self.called))],
             seconds=seconds,
-            nbytes=np.array(use.places, dtype=float),
+            nbytes=np.array(self.use.places, dtype=float),
             times=np.array([*times, 1], dtype=float),
+        )
+
+    def _memory_of_step(self) -> MemoryUse:
+        shards, (trained, _) = self.traced.blocks.device_bytes, self.traced.blocks.trained_bytes
+        return memory_of_step(
+            self.outer.memory,
+            self.steps.standing_bytes(shards, trained),
+            stepping=self.steps.buffer_bytes,
+            gradients=trained if self.accumulates else 0,
+            own_streams=self.traced.schedule.is_fsdp2,
         )
 
     def _nothing(self) -> Array:
@@ -100,24 +102,25 @@ class Prices:
 
     def _add_outer(self, seconds: Array, start: int) -> None:
         """Add what runs around the blocks, at the place before each call and behind the last one."""
-        place = start
+        calls = iter(self.use.calls)
         for graph in (self.outer.forward, self.outer.backward):
-            came = 0.0
+            came, call = 0.0, next(calls)
+            place, left = start + call.begins - 1, len(graph.calls)
             for node in graph.events:
                 if node in graph.calls:
-                    before = graph.timeline.computed_before(node)
+                    before, left = graph.timeline.computed_before(node), left - 1
                     seconds[0, place] += before - came
-                    place, came = place + 2, before
+                    place, came = start + call.ends, before
+                    call = next(calls) if left else call
                 elif node in graph.timeline.queues and node not in graph.first:
                     seconds[self.row[graph.timeline.queues[node]], place] += graph.timeline.seconds[node]
             seconds[0, place] += graph.timeline.compute_seconds - came
-            place += 1
 
     def _choices(self, i: int) -> list[Choice]:
         last = len(self.called) - 1
-        places = 2 * i + 1, self.num_places // 2 + 2 * (last - i) + 1  # of its forward and backward
+        places = i, 2 * last + 1 - i  # of its forward and backward, among the calls
         late = 0 if i == last else self.called[i + 1].memory.backward.late_bytes
-        base = np.array(self._memory_of(self.called[i], late), dtype=float)
+        base = np.array(self._memory_of(self.called[i], late), dtype=float)  # [forward or backward, `FrameMemory`]
         found = []
         for policy, (_, called) in zip(self.traced.policies, self.of_policy, strict=True):
             more = np.array(self._memory_of(called[i], late), dtype=float) - base
@@ -131,7 +134,7 @@ class Prices:
         for start, (again, reduces) in zip(self.starts, self.turns, strict=True):
             for graph, at in zip((frame.forward, frame.backward), places, strict=True):
                 price = _price(graph, self.hardware, again=again, reduces=reduces)
-                where = (self._beside(at, -1), at, self._beside(at, 1))
+                where = (self._beside(at, -1), self.use.calls[at].begins, self._beside(at, 1))
                 for of, there in zip(price, where, strict=True):
                     for name, seconds in of.items():
                         found[self.row[name], start + there] += seconds
@@ -139,13 +142,15 @@ class Prices:
             found[0, -1] = self.steps.seconds(-frame.trained_bytes, frame.trained_bytes)
         return found
 
-    def _beside(self, place: int, side: int) -> int:
-        """The place of what runs before a block (side -1) or behind it (1): of the next block, or what is around them.
+    def _beside(self, call: int, side: int) -> int:
+        """The place of what runs before a call (side -1) or behind it (1): of the next block, or what is around them.
 
         There is a place between two blocks, too; hardly anything runs in it.
         """
-        half = self.num_places // 2
-        return place + side if place + side in (0, half - 1, half, 2 * half - 1) else place + 2 * side
+        half, calls = len(self.called), self.use.calls
+        if 0 <= call + side < 2 * half and (call < half) == (call + side < half):
+            return calls[call + side].begins
+        return calls[call].begins - 1 if side < 0 else calls[call].ends
 
     def _added_bytes(self, frame: PlannedFrame, places: tuple[int, int], policy: Policy, more: Array) -> Array:
         """What is held because of a policy; `more` is `FrameMemory` less that of the first one."""
@@ -154,14 +159,15 @@ class Prices:
             standing -= sum(self.steps.standing_bytes(frame.shard_bytes, frame.trained_bytes).values())
             standing -= frame.trained_bytes * self.accumulates
         found = np.full(self.num_places, float(standing))
-        forward, backward = places
-        found[forward] += more[0]
-        found[forward + 1 : backward] += more[1]
-        found[backward] += more[2]
-        found[backward + 1 :] += more[3]
+        for call, (ahead, begins, launches, left) in zip((self.use.calls[at] for at in places), more, strict=True):
+            found[call.ahead : call.begins] += ahead
+            found[call.begins :] = standing
+            found[call.begins] += begins
+            found[call.launches] += launches
+            found[call.ends :] += left
         return found
 
-    def _memory_of(self, frame: PlannedFrame, late: int) -> FrameMemory:
+    def _memory_of(self, frame: PlannedFrame, late: int) -> tuple[FrameMemory, FrameMemory]:
         key = id(frame), late
         if key not in self._memory:
             self._memory[key] = memory_of_frame(

@@ -73,18 +73,23 @@ def kernels_of(events: Iterable[Mapping[str, Any]], ops: Collection[str]) -> lis
 
 
 def _id(event: Mapping[str, Any]) -> Any:
-    return event.get("args", {}).get("External id")
+    return _args(event).get("External id")
+
+
+def _args(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of an event, whose "args" may be missing or null."""
+    return event.get("args") or {}
 
 
 def _kernel(event: Mapping[str, Any], call: Mapping[str, Any]) -> ProfiledKernel:
-    args, size = event.get("args", {}), math.nan
+    args, size = _args(event), math.nan
     table = COLLECTIVES if re.match("nccl|gloo", event["name"]) else _COMPUTE
     names = [re.sub("^(aten::)?_*", "", each["name"]) for each in (call, event)]
     kind = next((kind for name in names for kind, words in table.items() if re.search(words, name, re.I)), OTHER)
     if kind in COLLECTIVES and args.get("dtype") in _DTYPES:
         elements = args.get("Out msg nelems" if kind == "all_gather" else "In msg nelems", math.nan)
         size = float(elements * _DTYPES[args["dtype"]].itemsize)
-    shapes = [shape for shape in call.get("args", {}).get("Input Dims", ()) if len(shape) in (2, 3)]
+    shapes = [shape for shape in _args(call).get("Input Dims") or () if len(shape) in (2, 3)]
     if kind == PRODUCT and len(shapes) > 1:
         size = 2.0 * math.prod(shapes[-2]) * shapes[-1][-1]
     return ProfiledKernel(kind, event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6, size)

@@ -53,6 +53,7 @@ class RunCost:
         flops: of the model in a step, without what is computed again.
         mfu: share of the data sheet's FLOP/s that `flops` are.
         memory: category -> bytes at the worst moment of a step.
+        gathered: the most bytes of it that the results of all_gathers take at once.
         reserved: bytes that torch's caching allocator takes for that, if the device has as many.
         capacity: bytes of the device.
         record: what each stream does when, and what is held then.
@@ -67,6 +68,7 @@ class RunCost:
     flops: float
     mfu: float
     memory: Mapping[str, int]
+    gathered: int
     reserved: int
     capacity: float
     record: StepRecord = field(repr=False)
@@ -143,6 +145,7 @@ def cost_of(
         flops=flops,
         mfu=flops / seconds / hardware.data_sheet(dtype),
         memory=memory.held,
+        gathered=memory.gathered,
         reserved=memory.reserved,
         capacity=hardware.memory_gib * GIB,
         record=_record(clock, memory, seconds, accumulation),
@@ -206,7 +209,8 @@ def planned_frames(
         frame = model.blocks.frames[number]
         known[number] = _planned(frame, hardware, schedule, schedule.fuses, resident=number in model.resident)
     (outer,), called = model.outer.frames, [known[number] for number in model.order]
-    return _planned(outer, hardware, schedule, schedule.fuses and not called, called, model.names), called
+    around = _planned(outer, hardware, schedule, schedule.fuses and not called, called, model.names)
+    return around, called
 
 
 def _flops(forward: Timeline, backward: Timeline, *, trains_all: bool) -> float:
@@ -240,17 +244,23 @@ def _planned(
     there, back = ({node: called[i] for node, i in each.items()} for each in numbers)
     called_as = {node: names[i] for each in numbers for node, i in each.items()}
     given: dict[str, Any] = {"copies_out": schedule.is_fsdp2, "names": called_as, "resident": resident}
+    given["in_subgroups"] = frame.plan.in_subgroups
     sizes, sizes_back = (sizes_of(g, frame.plan, donated=g is graphs[1]) for g in graphs)
     timeline, timeline_back = (Timeline(each, hardware, fuses=fuses) for each in (sizes, sizes_back))
     ahead = {node: inner.forward for node, inner in there.items()}
     behind = {node: inner.backward for node, inner in back.items()}
     units = [unit for key, unit in frame.plan.units.items() if key not in frame.plan.in_subgroups]
+    forward = GraphOfStep(graphs[0], timeline, ahead, stage="forward", **given)
+    backward = GraphOfStep(graphs[1], timeline_back, behind, stage="backward", **given)
+    keeps = schedule.is_fsdp2 and not any(unit.regathers for unit in units)
     return PlannedFrame(
-        forward=GraphOfStep(graphs[0], timeline, ahead, stage="forward", **given),
-        backward=GraphOfStep(graphs[1], timeline_back, behind, stage="backward", **given),
+        forward=forward,
+        backward=backward,
         memory=StepMemory(
-            forward=forward_memory(sizes, graphs[1], fuses=fuses, resident=resident),
-            backward=GraphMemory(sizes_back, is_backward=True, fuses=fuses, resident=resident),
+            forward=forward_memory(
+                sizes, forward, graphs[1], fuses=fuses, holds=schedule.is_fsdp2 or bool(called), keeps=keeps
+            ),
+            backward=GraphMemory(sizes_back, backward, is_backward=True, fuses=fuses, holds=schedule.is_fsdp2),
             forward_calls={node: inner.memory for node, inner in there.items()},
             backward_calls={node: inner.memory for node, inner in back.items()},
         ),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fxshard.cost.measured import EMULATED
-from fxshard.testing.link_engine import Engine, Links, Move
+from fxshard.testing.link_engine import Engine, GatheredBytes, Links, Move
 
 BACKEND = EMULATED
 """Name of the groups' backend in torch.distributed."""
@@ -33,10 +33,18 @@ _ProcessGroup: Any = dist.ProcessGroup  # its stubs ask for every overload of a 
 class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
     """Rank 0 of identical ranks, with torch's names, old and new, as methods; see [Note: emulated link]."""
 
-    def __init__(self, rank: int, world_size: int, engine: Engine, links: Links | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        engine: Engine,
+        links: Links | None = None,
+        gathered: GatheredBytes | None = None,
+    ) -> None:
         super().__init__(rank, world_size)
         self.engine = engine
         self.links = links  # of the default group: what its subgroups have
+        self.gathered = links.gathered if links else gathered
         self._rank, self._world_size, self._name, self._about = rank, world_size, "", ""
         self._coalesced: list[Work] | None = None
 
@@ -186,6 +194,8 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
         nbytes = sum(tensor.nbytes for tensor in whole)
         if other_bytes is not None and self._world_size > 1:  # the engine takes away this rank's part
             nbytes = other_bytes * self._world_size // (self._world_size - 1)
+        if op == "all_gather" and self.gathered is not None:
+            self.gathered.add(outputs)
         work = self.engine.launch(op, nbytes, self._world_size, moves, outputs)
         if self._coalesced is not None:
             self._coalesced.append(work)

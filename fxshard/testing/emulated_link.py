@@ -63,8 +63,14 @@ class EmulatedLink:
         within, *others = (engine.transfers for engine in self.links.engines)
         return within + others[0] if others else within
 
+    @property
+    def gathered_peak_bytes(self) -> int:
+        """The most bytes that results of all_gathers took at once since the last `clear`, without copies of them."""
+        return self.links.gathered.most
+
     def clear(self) -> None:
-        """Forget the transfers so far."""
+        """Forget the transfers so far, and how much was gathered at once."""
+        self.links.gathered.most = 0
         for engine in self.links.engines:
             engine.clear()
 
@@ -189,7 +195,8 @@ def _make_group(options: Any, links: Links | None) -> EmulatedGroup:
         return EmulatedGroup(options.group_rank, options.group_size, links.of(range(options.group_size)), links)
     links = cast(EmulatedGroup, dist.group.WORLD).links
     assert links is not None
-    return EmulatedGroup(options.group_rank, options.group_size, links.of(options.global_ranks_in_group))
+    engine = links.of(options.global_ranks_in_group)
+    return EmulatedGroup(options.group_rank, options.group_size, engine, gathered=links.gathered)
 
 
 @contextmanager

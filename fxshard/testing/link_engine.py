@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxshard.errors import ConfigError
 
@@ -81,6 +82,25 @@ class Move(NamedTuple):
             self.output.copy_(chunk)
 
 
+class GatheredBytes:
+    """Counts the memory of what all_gathers brought, by storages that are alive.
+
+    Attributes:
+        most: bytes that were alive at once.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._alive: list[tuple[StorageWeakRef, int]] = []
+
+    def add(self, outputs: Iterable[Tensor]) -> None:
+        """Count what a launch is about to fill."""
+        storages = [output.untyped_storage() for output in outputs]
+        self._alive = [each for each in self._alive if not each[0].expired()]
+        self._alive += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+        self.most = max(self.most, sum(nbytes for _, nbytes in self._alive))
+
+
 class Engine(Protocol):
     """Carries transfers; one per kind of device."""
 
@@ -111,6 +131,7 @@ class Links:
     within: Engine
     between: Engine | None = None
     ranks_per_machine: int = 0  # if there is a link between them
+    gathered: GatheredBytes = field(default_factory=GatheredBytes)  # of all groups
 
     def of(self, ranks: Sequence[int]) -> Engine:
         """The link of a group: that between machines if its ranks are on several."""

@@ -75,6 +75,36 @@ def test_a_gather_that_was_launched_early_goes_before_the_reduction_of_its_graph
     assert step_time([shared, shared]) == pytest.approx((done, done - 6 * PRODUCT))
 
 
+def test_on_a_cpu_compute_stands_while_it_launches() -> None:
+    plan = HandMade()
+    first = plan.call(c10d.all_gather_into_tensor_coalesced.default, [plan.flat, plan.flat], RANKS, "0")
+    for i in range(2):
+        plan.wait(plan.call(operator.getitem, first, i))
+    graph = plan.finish(plan.x)
+    seconds = []
+    for name in ("cpu", "gpu"):
+        device = dataclasses.replace(HARDWARE, name=name, launch_overhead=0.25, gather_tensor_overhead=0.5)
+        clock = Clock(device)
+        clock.run_all([GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), device))])
+        seconds.append(clock.now)
+    assert seconds[0] - seconds[1] == 0.75
+
+
+def test_a_unit_s_launches_are_each_made_by_the_one_before() -> None:
+    plan = HandMade()
+    for number in range(2):  # the second one stands behind the compute of the first
+        launch = plan.launch()
+        tags.tag_units(launch, {"block": "0"})
+        plan.wait(launch)
+        for _ in range(1 + number):
+            plan.product()
+    graph = plan.finish(plan.x)
+    of_step = GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), HARDWARE))
+    first, second = (node for node in graph.nodes if node in of_step.timeline.launches)
+    assert (of_step.ahead, of_step.last) == ((first,), second)
+    assert step_time([of_step]) == (2 * TRANSFER + 2 * PRODUCT, 2 * TRANSFER - PRODUCT)
+
+
 def test_nothing_takes_no_time() -> None:
     assert step_time([]) == (0.0, 0.0)
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fxshard.cost.comm import transfer_seconds
+from fxshard.cost.comm import exchange_between_nodes, transfer_seconds
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.symbols import WORLD_SIZE, Point, Quantity, hints_of
 from fxshard.cost.timeline import Timeline, Transfer
+from fxshard.hardware import load
 from tests.cost.big import WORLD_SIZE as RANKS
 from tests.cost.by_hand import HARDWARE, NO_PLAN, PRODUCT, TRANSFER, HandMade, aten, c10d
 
@@ -214,3 +215,12 @@ def test_the_time_of_a_transfer_grows_with_the_world_size_to_a_limit() -> None:
     seconds = transfer_seconds("all_gather", 16384, WORLD_SIZE, LINK)
     assert [float(seconds.subs(WORLD_SIZE, ranks)) for ranks in (1, 4)] == [1, TRANSFER]
     assert float(seconds.subs(WORLD_SIZE, 10**9)) == pytest.approx(9)
+
+
+def test_an_exchange_between_nodes_has_each_rank_s_part_of_the_network() -> None:
+    device, nbytes, ranks = load("h100-sxm"), 2**30, 64
+    network = device.network_bandwidth
+    assert network
+    found = exchange_between_nodes(nbytes, ranks, device) - device.link_latency - device.network_latency
+    assert found == pytest.approx(nbytes * (ranks - 8) / ranks / network)
+    assert found > 6 * transfer_seconds("all_to_all", nbytes, ranks, device.link(ranks))

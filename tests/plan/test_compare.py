@@ -101,6 +101,12 @@ def test_a_profile_that_is_as_planned_shows_the_same_device(written: Any) -> Non
         assert speed == pytest.approx(planned_speed, rel=1e-6)
 
 
+def test_events_may_have_null_for_arguments(written: Any) -> None:
+    events = [{**event, "args": event["args"] or None} for event in as_of_a_gpu(DEVICE)]
+    assert None in [event["args"] for event in events]
+    assert fxshard.compare(planned(), written(events)).unmatched == (0, 0)
+
+
 def test_a_slower_device_and_link_are_found(written: Any) -> None:
     slower = dataclasses.replace(
         DEVICE,

@@ -68,7 +68,7 @@ def test_the_allocator_reserves_at_least_what_is_held() -> None:
 
 
 def test_gradients_are_held_from_the_first_of_several_microbatches_on() -> None:
-    assert cost(accumulation=2).memory["gradients"] == cost().memory["parameters"]
+    assert cost(accumulation=2).record.standing["gradients"] == cost().memory["parameters"]
 
 
 def test_microbatches_take_their_time_and_the_optimizer_steps_once() -> None:

@@ -126,6 +126,18 @@ def test_coalesced_functional_collectives_are_one_transfer(link: EmulatedLink, n
     assert [(t.op, t.bytes) for t in link.transfers] == [("all_gather", 3 * W * W * 4), ("reduce_scatter", 3 * W * 4)]
 
 
+def test_the_most_that_was_gathered_at_once_is_counted(link: EmulatedLink, name: Any) -> None:
+    x = ramp(W)
+    for kept in (False, True):
+        link.clear()
+        first = OPS.wait_tensor(OPS.all_gather_into_tensor(x, W, name))
+        if not kept:
+            del first
+        for each in OPS.all_gather_into_tensor_coalesced([x, x], W, name):
+            OPS.wait_tensor(each)
+        assert link.gathered_peak_bytes == (2 + kept) * W * W * 4
+
+
 def test_out_variants_write_where_they_are_told(link: EmulatedLink, name: Any) -> None:
     x, whole, own = ramp(W), torch.empty(W * W), torch.empty(1)
     OPS.wait_tensor(OPS.all_gather_into_tensor_out(x, W, name, out=whole))

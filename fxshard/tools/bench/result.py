@@ -67,6 +67,7 @@ class SystemResult:
     host_s: list[float] = field(default_factory=list)  # seconds that Python takes for a step, each measured
     traffic: dict[str, Traffic] = field(default_factory=dict)  # collectives of one step
     unsharded_peak_bytes: int | None = None  # of gathered parameters at once; `None` where unknown
+    gathered_peak_bytes: int | None = None  # of what all_gathers brought, on an emulated link
     memory_peak_bytes: int | None = None  # of all tensors on the GPU of the rank that has most; `None` on a CPU
 
     @property
@@ -101,6 +102,7 @@ class SystemResult:
         self.losses = [statistics.fmean(losses) for losses in zip(*(rank.losses for rank in ready), strict=True)]
         self.traffic = ready[0].traffic
         self.unsharded_peak_bytes = ready[0].unsharded_peak_bytes
+        self.gathered_peak_bytes = ready[0].gathered_peak_bytes
         self.memory_peak_bytes = max((rank.memory_peak_bytes for rank in ready if rank.memory_peak_bytes), default=None)
 
     def ratio(self, base: SystemResult) -> float | None:
@@ -216,5 +218,6 @@ class Report(Results):
                 for name, traffic in result.traffic.items()
             },
             "unsharded_peak_bytes": result.unsharded_peak_bytes,
+            "gathered_peak_bytes": result.gathered_peak_bytes,
             "memory_peak_bytes": result.memory_peak_bytes,
         }

@@ -37,6 +37,7 @@ class Ready:
     losses: tuple[float, ...]  # of the first steps, on this rank's batch
     traffic: dict[str, Traffic] = field(default_factory=dict)  # of one step
     unsharded_peak_bytes: int | None = None  # of gathered parameters, where the system knows it
+    gathered_peak_bytes: int | None = None  # of what all_gathers brought, in one step on an emulated link
     # of all tensors on this rank's GPU, in the checked steps after the first; `None` on a CPU
     memory_peak_bytes: int | None = None
 
@@ -71,17 +72,17 @@ class SystemRank:
             **known,
         )
 
-    def traffic(self) -> dict[str, Traffic]:
-        """Take a step and count its collectives."""
+    def traffic(self) -> tuple[dict[str, Traffic], int | None]:
+        """Take a step; return its collectives, and the most that what they gathered took at once, if it is known."""
         if self.link is None:
-            return traffic.measure(self.trainer.step, self.dtype.itemsize)
+            return traffic.measure(self.trainer.step, self.dtype.itemsize), None
         self.synchronize()
         self.link.clear()
         self.trainer.step()
         self.synchronize()
-        found = traffic.of_link(self.link.transfers)
+        found, gathered = traffic.of_link(self.link.transfers), self.link.gathered_peak_bytes
         self.link.clear()
-        return found
+        return found, gathered
 
     def synchronize(self) -> None:
         """Wait until the device has finished."""
@@ -159,11 +160,14 @@ class _SteppingRank(SystemRank):
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()  # the first step allocates what compilation tries out
         losses = [loss, *(self._step()[1] for _ in range(config.check_steps - 1))]
+        memory_peak_bytes = torch.cuda.max_memory_allocated() if self.on_gpu else None
+        found, gathered = self.traffic()
         return self.ready(
             first_step_s,
             losses,
-            memory_peak_bytes=torch.cuda.max_memory_allocated() if self.on_gpu else None,
-            traffic=self.traffic(),
+            memory_peak_bytes=memory_peak_bytes,
+            traffic=found,
+            gathered_peak_bytes=gathered,
             unsharded_peak_bytes=systems.unsharded_peak_bytes(self._job.entry, self.task.model),
         )
 
