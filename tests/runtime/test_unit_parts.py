@@ -16,7 +16,7 @@ from fxshard.errors import UnsupportedGraph
 from fxshard.ir.collectives import ALONE_BYTES
 from fxshard.sharding.sharded_module import ShardedModule
 from fxshard.testing import EmulatedLink
-from tests.runtime.blocks import Blocks, block_by_block, issued, step, warm
+from tests.runtime.blocks import Blocks, block_by_block, issued, sharded, step, warm
 
 ROWS = ALONE_BYTES // 16
 
@@ -61,7 +61,7 @@ def test_parts_are_launched_in_one_order_whichever_is_read_first(link: EmulatedL
 
 @pytest.mark.parametrize("kind", [Wide, BiasFirst])
 def test_gradients_are_those_of_one_part_to_the_bit(link: EmulatedLink, kind: Callable[[], Blocks]) -> None:
-    model, whole = block_by_block(link, kind), in_one_part(block_by_block(link, kind))
+    model, whole = sharded(link, kind), in_one_part(sharded(link, kind))
     for sync in (True, False, False, True):  # steps of microbatches, of which the first is by itself
         for each in (model, whole):
             cast(ShardedModule, each).set_requires_gradient_sync(sync)
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_one_part_to_the_bit(link: EmulatedLink, kind: Ca
 
 
 def test_what_waits_of_a_part_that_the_last_microbatch_does_not_reach_is_reduced_at_its_end(link: EmulatedLink) -> None:
-    model, whole = block_by_block(link, Wide), in_one_part(block_by_block(link, Wide))
+    model, whole = sharded(link, Wide), in_one_part(sharded(link, Wide))
     for each in (model, whole):
         for sync in (False, True):
             cast(ShardedModule, each).set_requires_gradient_sync(sync)
@@ -84,7 +84,7 @@ def test_what_waits_of_a_part_that_the_last_microbatch_does_not_reach_is_reduced
 
 
 def test_what_is_not_read_or_follows_an_error_is_waited_for(link: EmulatedLink) -> None:
-    model = cast(Wide, warm(block_by_block(link, Wide)))
+    model = cast(Wide, warm(sharded(link, Wide)))
     gc.collect()  # what other tests have left
     waiting = _get_work_registry_size()
     model.reads_head = False
@@ -97,7 +97,7 @@ def test_what_is_not_read_or_follows_an_error_is_waited_for(link: EmulatedLink) 
 
 
 def test_a_write_between_the_launch_and_the_read_of_a_part_is_found_in_backward(link: EmulatedLink) -> None:
-    model = cast(Wide, warm(block_by_block(link, Wide, prefetch="off")))
+    model = cast(Wide, warm(sharded(link, Wide)))
 
     def write(*_: Any) -> None:
         with torch.no_grad():
@@ -109,7 +109,7 @@ def test_a_write_between_the_launch_and_the_read_of_a_part_is_found_in_backward(
 
 
 def test_a_hook_sees_a_gradient_once_and_whole(link: EmulatedLink) -> None:
-    model, whole = block_by_block(link, Wide), in_one_part(block_by_block(link, Wide))
+    model, whole = sharded(link, Wide), in_one_part(sharded(link, Wide))
     seen: list[Tensor] = []
     for each in (model, whole):
         each.get_parameter("embed.weight").register_hook(lambda grad: seen.append(grad.to_local().clone()))
@@ -120,7 +120,7 @@ def test_a_hook_sees_a_gradient_once_and_whole(link: EmulatedLink) -> None:
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 def test_forwards_without_gradients_give_what_one_part_gives(link: EmulatedLink, grad: Callable[[], Any]) -> None:
-    model, whole = block_by_block(link, Wide), in_one_part(block_by_block(link, Wide))
+    model, whole = sharded(link, Wide), in_one_part(sharded(link, Wide))
     with grad():
         for _ in range(3):
             assert torch.equal(model(torch.ones(3, 4)), whole(torch.ones(3, 4)))
