@@ -48,5 +48,5 @@ CEILINGS = (
         24_240,
     ),
     Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 61_670),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 57_240),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 57_460),
 )
