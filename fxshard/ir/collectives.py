@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
@@ -163,24 +163,35 @@ def whole_shards(slots: Iterable[SlotIndex], plan: UnitPlan) -> list[Segment]:
 
 
 def launch_unshard(
-    shards: Mapping[int, Tensor], plan: UnitPlan, reads: Sequence[SlotIndex]
-) -> tuple[list[Segment], list[Tensor]]:
-    """Start the gather of the whole shards of a unit in which `reads` lie; return what `parameters_in` takes.
+    shards: Mapping[int, Tensor], plan: UnitPlan, *, in_parts: bool = False
+) -> Iterator[tuple[list[Segment], list[Tensor]]]:
+    """Start the gather of a unit, and yield what `parameters_in` takes; one part follows the other as it is taken.
 
-    `shards` maps shard index -> this rank's flat, `[shard_numel]`. Large parameters are sent by themselves, so that
-    they need not be copied out.
+    `shards` maps shard index -> this rank's flat, `[shard_numel]`. Large parameters are sent as segments of their own,
+    so that they need not be copied out, and with `in_parts` each is a part.
     """
+    reads = [(i, j) for i, shard in plan.gathered for j in range(len(shard.slots))]
     segments = [piece for segment in whole_shards(reads, plan) for piece in _without_large(segment, plan)]
-    return segments, launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.gathering_group)
+    parts: dict[SlotIndex | None, list[tuple[Segment, Tensor]]] = {}
+    for segment, sent in zip(segments, gather_inputs(shards, plan, segments), strict=True):
+        is_alone = in_parts and _is_large(segment[0], plan)
+        parts.setdefault(segment[0] if is_alone else None, []).append((segment, sent))
+    for part in parts.values():
+        inputs = [sent for _, sent in part]
+        yield [segment for segment, _ in part], launch_gather(inputs, plan.world_size, plan.gathering_group)
 
 
 def _without_large(segment: Segment, plan: UnitPlan) -> list[Segment]:
     """Cut a segment at its large parameters: each is a segment of its own."""
     cut: list[Segment] = []
-    for is_large, found in itertools.groupby(segment, lambda slot: _unsharded_bytes(slot, plan) >= ALONE_BYTES):
+    for is_large, found in itertools.groupby(segment, lambda slot: _is_large(slot, plan)):
         slots = tuple(found)
         cut.extend([(slot,) for slot in slots] if is_large else [slots])
     return cut
+
+
+def _is_large(slot: SlotIndex, plan: UnitPlan) -> bool:
+    return _unsharded_bytes(slot, plan) >= ALONE_BYTES
 
 
 def _unsharded_bytes(slot: SlotIndex, plan: UnitPlan) -> int:

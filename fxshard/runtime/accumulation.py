@@ -80,12 +80,12 @@ class Accumulation:
         self.waiting.update(grads)
         self._unit.model.watch_steps()
 
-    def finish(self, grads: Mapping[SlotIndex, Tensor]) -> dict[SlotIndex, Tensor]:
-        """What is to be reduced, by parameter: `grads`, with what waits added to them."""
-        if not self.waiting:
+    def finish(self, grads: Mapping[SlotIndex, Tensor], slots: Collection[SlotIndex]) -> dict[SlotIndex, Tensor]:
+        """What is to be reduced of some parameters: `grads`, with what waits of them added."""
+        if self.waiting.isdisjoint(slots):
             return dict(grads)
         self.add(grads)
-        return self.take(sorted(self.waiting))
+        return self.take(sorted(self.waiting.intersection(slots)))
 
     def take(self, slots: Sequence[SlotIndex]) -> dict[SlotIndex, Tensor]:
         """What waits of some parameters, which is to be reduced now."""

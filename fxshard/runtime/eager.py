@@ -13,6 +13,14 @@ all read, as before a graph (`rank_check.py`). The backward of the forward, the 
 change of the parameters end it; forwards without gradients leave it as it is, so a loop that generates gathers once.
 It is a copy: a write to it, a hook on it or a new `requires_grad` would be lost, and is an error when it ends.
 `module.parameters()`, `state_dict()` and `module.get_parameter(name)` always give the DTensors.
+
+[Note: parts of a unit]
+The root of a model whose blocks are units may have a large embedding and head. As a whole it would be gathered before
+the first block and reduced after the last one. So each large parameter is a part of its unit, with a launch, a wait
+where it is read, a node of autograd and a reduction of its own: the head arrives while blocks run, and its reduction
+runs beside their backward. The first read in a call launches all parts in the order of registration, whichever is read,
+so the ranks launch alike. Reductions begin where autograd comes to them, as those of units do. Where ranks read what
+their data decides, and zeros are reduced for the rest, the unit stays in one part; `_has_parts` has the other cases.
 """
 
 from __future__ import annotations
@@ -29,8 +37,8 @@ from torch import Tensor
 from fxshard import torch_private
 from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import collectives, writes
-from fxshard.ir.collectives import SlotIndex
-from fxshard.runtime import host_copies, profiler_ranges
+from fxshard.ir.collectives import Segment, SlotIndex
+from fxshard.runtime import host_copies, profiler_ranges, rank_check, unsharded_cache
 from fxshard.runtime.flat_shard import home_of
 from fxshard.runtime.late_gradients import Reduction
 from fxshard.runtime.parameters import ParameterRef
@@ -54,26 +62,29 @@ class _Watched(NamedTuple):
     requires_grad: bool
 
 
+def _watched(values: Iterable[tuple[str, Tensor]]) -> list[_Watched]:
+    return [_Watched(fqn, each, each._version, each.requires_grad) for fqn, each in values if not each.is_inference()]
+
+
 class _Scope:
     """One call of a unit's module: what was gathered in it, by unit and autograd mode."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units  # that the module was made into
-        # parameters, by unit, grad mode and inference mode.
-        self.gathered: dict[tuple[int, bool, bool], Parameters] = {}
-        self.watched: list[_Watched] = []  # what must stay as it was gathered
+        self.gathered: dict[tuple[int, bool, bool], _Gather] = {}  # by unit, grad mode and inference mode
+        self.returned: list[_Watched] = []  # gathered parameters that graphs have given out
 
-    def parameters_of(self, unit: Unit, *, after_forward: bool = False) -> Parameters:
+    def parameter(self, unit: Unit, slot: SlotIndex, *, after_forward: bool = False) -> Tensor:
         key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in self.gathered:
-            self.gathered[key] = gather_unit(unit, after_forward=after_forward)
-            for (i, j), value in self.gathered[key].items():
-                self.watch(unit.plan.shards[i].slots[j].fqn, value)
-        return self.gathered[key]
+            in_parts = bool(self.units) and _has_parts(unit)
+            self.gathered[key] = _Gather(unit, slot, in_parts=in_parts, after_forward=after_forward)
+        return self.gathered[key].parameter(slot)
 
-    def watch(self, fqn: str, value: Tensor) -> None:
-        if not value.is_inference():
-            self.watched.append(_Watched(fqn, value, value._version, value.requires_grad))
+    @property
+    def watched(self) -> list[_Watched]:
+        """What must stay as it was gathered."""
+        return [*self.returned, *(each for gather in self.gathered.values() for each in gather.watched)]
 
     def require_unchanged(self) -> None:
         changed = [each.fqn for each in self.watched if each.value._version != each.version]
@@ -137,9 +148,9 @@ class AfterForward:
             scope.require_unmarked()
 
     @property
-    def gathered(self) -> Iterable[tuple[tuple[int, bool, bool], Parameters]]:
+    def gathered(self) -> Iterable[_Gather]:
         """What was read and has the unit's values."""
-        return self._scope.gathered.items() if self._epoch == self._unit.epoch() else ()
+        return self._scope.gathered.values() if self._epoch == self._unit.epoch() else ()
 
     def parameter(self, slot: SlotIndex) -> Tensor | None:
         """The unsharded parameter, `None` if it is sharded."""
@@ -148,7 +159,7 @@ class AfterForward:
         if self._epoch is None:
             return None
         with torch.inference_mode(False), torch.enable_grad():
-            return self._scope.parameters_of(self._unit, after_forward=True)[slot]
+            return self._scope.parameter(self._unit, slot, after_forward=True)
 
 
 def forward_ended(units: Iterable[Unit]) -> None:
@@ -174,14 +185,17 @@ def enter_call(units: Sequence[Unit]) -> None:
 
 def leave_call() -> None:
     """The innermost call ends; what it gathered lives on only where autograd saved it, or may be read after forward."""
-    _scopes.stack.pop().require_unchanged()
+    scope = _scopes.stack.pop()
+    for gather in scope.gathered.values():
+        gather.drop()
+    scope.require_unchanged()
 
 
 def note_returned(value: Tensor, fqn: str) -> None:
     """A graph gives out a gathered parameter (a graph break comes between its read and its use)."""
     setattr(value, _RETURNED, fqn)
     if _scopes.stack:
-        _scopes.stack[-1].watch(fqn, value)
+        _scopes.stack[-1].returned += _watched([(fqn, value)])
 
 
 def returned_names(values: Sequence[object]) -> dict[int, str]:
@@ -215,7 +229,7 @@ def read(ref: ParameterRef) -> Tensor:
     if home is None:
         raise InvariantError("a parameter reference points to a tensor that is not a flat of any unit.")
     slot = home.shard, ref.slot
-    return _scope_for(home.unit).parameters_of(home.unit)[slot]
+    return _scope_for(home.unit).parameter(home.unit, slot)
 
 
 def read_after_forward(ref: ParameterRef, registered: Tensor | None) -> Tensor | None:
@@ -247,70 +261,147 @@ def _scope_for(unit: Unit) -> _Scope:
 
 def unsharded_of(unit: Unit) -> Parameters:
     """Return what is gathered of a unit in a running call, or between its forward and its backward; nothing else."""
-    running = [each for scope in _scopes.stack for each in scope.gathered.items() if each[0][0] == id(unit)]
+    running = [each for scope in _scopes.stack for each in scope.gathered.values() if each.unit is unit]
     return {
-        slot: value for _, values in (*running, *unit.step.after_forward.gathered) for slot, value in values.items()
+        slot: value
+        for gather in (*running, *unit.step.after_forward.gathered)
+        for slot, value in gather.parameters.items()
     }
 
 
-def gather_unit(unit: Unit, *, after_forward: bool = False) -> Parameters:
-    """All parameters of a unit in one launch, differentiable with respect to its flats, also for a later read."""
-    index = [(i, j) for i, shard in enumerate(unit.shards) for j in range(len(shard.members))]
-    flats = [shard.flat for shard in unit.shards]
-    when = "after forward" if after_forward else "outside of graphs"
-    agreed = unit.agreed("read", "all_gather", f"all parameters, read {when},")
-    are_real = not unit.is_fake  # else there are no ranks, and the trace is ours
-    with agreed if are_real else nullcontext(), torch_private.outside_transforms(are_real):
-        values = _UnshardUnit.apply(unit, index, after_forward, *flats)  # type: ignore[no-untyped-call]
-    members = [unit.shards[i].members[j] for i, j in index]
-    return {slot: member.read_from(value) for slot, member, value in zip(index, members, values, strict=True)}
+def _has_parts(unit: Unit) -> bool:
+    """Whether large parameters are sent by themselves in a forward; see [Note: parts of a unit]."""
+    settings = unit.settings
+    has_comms = settings.all_gather_comm is not None or settings.reduce_scatter_comm is not None
+    is_whole = settings.reduces_unused or has_comms or settings.offload is not None or bool(unit.plan.encoded)
+    return not (is_whole or unit.is_fake or torch_private.backward_id() is not None)
 
 
-class _UnshardUnit(torch.autograd.Function):
-    """all_gather forward, reduce_scatter backward: the collectives of `ir/collectives.py`, run as they are."""
+class _Gather:
+    """All parameters of a unit, launched together, each part waited for when one of its parameters is taken.
+
+    They are differentiable with respect to the unit's flats, also for a later read.
+
+    Attributes:
+        unit: whose they are.
+        parameters: what has been taken.
+        watched: the same, as it was then.
+    """
+
+    def __init__(self, unit: Unit, slot: SlotIndex, *, in_parts: bool, after_forward: bool) -> None:
+        """Launch all parts, and take that of one parameter."""
+        self.unit, self._after_forward = unit, after_forward
+        self.parameters: Parameters = {}
+        self.watched: list[_Watched] = []
+        self._are_real = not unit.is_fake  # else there are no ranks, and the trace is ours
+        when = "after forward" if after_forward else "outside of graphs"
+        agreed = unit.agreed("read", "all_gather", f"all parameters, read {when},")
+        with agreed if self._are_real else nullcontext(nullcontext) as self._waiting:
+            with torch_private.outside_transforms(self._are_real), torch.no_grad():
+                self._parts = self._launched(in_parts)
+            self._take(slot)
+
+    def _launched(self, in_parts: bool) -> list[_Part]:
+        unit, shards = self.unit, dict(enumerate(shard.flat for shard in self.unit.shards))
+        with profiler_ranges.of_unit(unit.fqn):
+            launching = collectives.launch_unshard(
+                host_copies.on_device(shards, unit.plan), unit.plan, in_parts=in_parts
+            )
+            first = next(launching)
+        unit.model.prefetcher.prefetch_first()
+        with profiler_ranges.of_unit(unit.fqn):
+            return [_Part(unit, *each) for each in (first, *launching)]
+
+    def parameter(self, slot: SlotIndex) -> Tensor:
+        """Return a parameter; wait for it if nothing of its part was taken."""
+        if slot not in self.parameters:
+            with self._waiting():
+                self._take(slot)
+        return self.parameters[slot]
+
+    def _take(self, slot: SlotIndex) -> None:
+        part = next(each for each in self._parts if slot in each.slots)
+        self._parts.remove(part)
+        flats = [self.unit.shards[i].flat for i in part.shards]
+        with torch_private.outside_transforms(self._are_real):
+            values = _UnshardPart.apply(part, self._after_forward, *flats)  # type: ignore[no-untyped-call]
+        members = [self.unit.shards[i].members[j] for i, j in part.slots]
+        read = [member.read_from(value) for member, value in zip(members, values, strict=True)]
+        self.parameters |= zip(part.slots, read, strict=True)
+        self.watched += _watched(zip([member.fqn for member in members], read, strict=True))
+
+    def drop(self) -> None:
+        """Wait for the parts that nobody has taken."""
+        if self._parts:
+            with rank_check.waiting_for_unread({self.unit.plan.gathering_group}):
+                unsharded_cache.drop(tensor for part in self._parts for tensor in part.launched)
+            self._parts.clear()
+
+
+class _Part:
+    """Parameters of a unit that are sent, waited for and reduced together.
+
+    Attributes:
+        slots: of the parameters that it gives.
+        shards: in which they lie.
+        launched: what is on the link, to be waited for.
+        version: of the unit, when it was launched.
+    """
+
+    def __init__(self, unit: Unit, segments: list[Segment], launched: list[Tensor]) -> None:
+        self.unit, self._segments, self.launched, self.version = unit, segments, launched, unit.version()
+        sent = {slot for segment in segments for slot in segment}
+        index = [(i, j) for i, shard in enumerate(unit.shards) for j in range(len(shard.members))]
+        self.slots = [slot for slot in index if slot in sent or slot[0] in unit.plan.encoded]
+        self.shards = list(dict.fromkeys(i for i, _ in self.slots))
+
+    def wait(self) -> list[Tensor]:
+        """Return the parameters."""
+        unit, reads = self.unit, [slot for segment in self._segments for slot in segment]
+        with profiler_ranges.of_wait(unit.fqn):
+            found = collectives.parameters_in(self.launched, unit.plan, self._segments, reads)
+        unsharded = unit.unsharded_of(dict(zip(reads, found, strict=True)))
+        return [unsharded[slot] for slot in self.slots]
+
+
+class _UnshardPart(torch.autograd.Function):
+    """Wait for an all_gather forward, reduce_scatter backward: the collectives of `ir/collectives.py`, as they are."""
 
     @staticmethod
-    def forward(
-        ctx: Any, unit: Unit, index: list[SlotIndex], after_forward: bool, *flats: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.index, ctx.after_forward, ctx.version = unit, index, after_forward, unit.version()
+    def forward(ctx: Any, part: _Part, after_forward: bool, *flats: Tensor) -> tuple[Tensor, ...]:
+        ctx.part, ctx.after_forward = part, after_forward
         ctx.set_materialize_grads(False)
-        with profiler_ranges.of_unit(unit.fqn):
-            shards = host_copies.on_device(dict(enumerate(flats)), unit.plan)
-            reads = [(i, j) for i, shard in unit.plan.gathered for j in range(len(shard.slots))]
-            segments, launched = collectives.launch_unshard(shards, unit.plan, reads)
-        unit.model.prefetcher.prefetch_first()
-        with profiler_ranges.of_wait(unit.fqn):
-            parameters = collectives.parameters_in(launched, unit.plan, segments, reads)
-        gathered = dict(zip(reads, parameters, strict=True))
-        unsharded = unit.unsharded_of(gathered)
-        values = [unsharded[slot] for slot in index]
-        frozen = [v for v, (i, _) in zip(values, index, strict=True) if not unit.shards[i].plan.trainable]
+        values = part.wait()
+        part.launched.clear()
+        frozen = [
+            value for value, (i, _) in zip(values, part.slots, strict=True) if not part.unit.shards[i].plan.trainable
+        ]
         ctx.mark_non_differentiable(*frozen)
         return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        unit: Unit = ctx.unit
-        unit.require_version(ctx.version)
-        written = {slot: grad for slot, grad in zip(ctx.index, grads, strict=True) if grad is not None}
+        part: _Part = ctx.part
+        unit = part.unit
+        unit.require_version(part.version)
+        written = {slot: grad for slot, grad in zip(part.slots, grads, strict=True) if grad is not None}
         _scopes.recompute = None
         unit.model.backward_runs(of_forward=not ctx.after_forward)
         if written and not unit.settings.sync:
             unit.step.accumulation.add(written)
             written = {}
         if not written:
-            return (None, None, None, *(None for _ in unit.shards))
-        written = unit.step.accumulation.finish(written)
+            return (None, None, *(None for _ in part.shards))
+        written = unit.step.accumulation.finish(written, part.slots)
         if unit.settings.reduces_unused:
             written = _with_zeros(written, unit)
         for i, j in written:
             unit.shards[i].sink.expect((j,))
-        return (None, None, None, *_reduce(unit, written))
+        return (None, None, *_reduce(unit, written, part.shards))
 
 
-def _reduce(unit: Unit, written: Parameters) -> list[Tensor | None]:
-    """Launch the reduction of gradients; return those of the unit's shards, `None` where the runtime gives them later.
+def _reduce(unit: Unit, written: Parameters, shards: list[int]) -> list[Tensor | None]:
+    """Launch the reduction of gradients; return those of these shards, `None` where the runtime gives them later.
 
     See [Note: late gradients] in `late_gradients.py`.
     """
@@ -324,12 +415,12 @@ def _reduce(unit: Unit, written: Parameters) -> list[Tensor | None]:
     def arrived() -> dict[int, Tensor]:
         return host_copies.on_host(collectives.arrived_grads(launched, mean), unit.plan)
 
-    given: list[Tensor | None] = [None] * len(unit.shards)
+    given: dict[int, Tensor | None] = dict.fromkeys(shards)
     for i in dict.fromkeys(i for i, _ in written):
         reduction = Reduction(unit.fqn, lambda i=i: arrived()[i], waiting)  # type: ignore[misc]
         slots = [j for shard, j in written if shard == i]
         given[i] = reduction.grad if unit.is_fake else unit.model.late.defer(reduction, unit.shards[i].sink, slots)
-    return given
+    return list(given.values())
 
 
 def _with_zeros(written: Parameters, unit: Unit) -> Parameters:

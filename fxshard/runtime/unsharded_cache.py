@@ -6,8 +6,7 @@ microbatch to the next. Code that takes gathered parameters waits for them. So m
 that nobody waits for keeps its buffers for as long as the process runs. They are of the epoch (`Unit.epoch`) in which
 they were launched; who finds them of an old one decides what that means.
 
-What is read outside of graphs (`eager.py`) is not here: it belongs to one call and one mode of autograd, not to a unit,
-and is waited for at once.
+What is read outside of graphs (`eager.py`) is not here: it belongs to one call and one mode of autograd, not to a unit.
 
     what is kept                  key                        freed by, if nobody takes it
     ----------------------------  -------------------------  ----------------------------------------------------------
@@ -88,6 +87,14 @@ def wait_for(launched: Iterable[Tensor]) -> None:
             collectives.WAIT(tensor)
 
 
+def drop(launched: Iterable[Tensor]) -> None:
+    """Wait for what nobody reads; that it fails is no error, and another one may be under way."""
+    try:
+        wait_for(launched)
+    except RuntimeError as error:
+        _log.info("fxshard: a gather that nobody reads has failed: %s", error)
+
+
 class UnshardedCache(dict[Hashable, Gathered]):
     """Gathered parameters of one model; see [Note: unsharded cache]. A taker pops them."""
 
@@ -101,10 +108,7 @@ class UnshardedCache(dict[Hashable, Gathered]):
         """Free what is there, if anything."""
         for key in keys:
             if key in self:
-                try:
-                    wait_for(self.pop(key).tensors.values())
-                except RuntimeError as error:  # nobody reads it, and another error may be under way
-                    _log.info("fxshard: a gather that nobody reads has failed: %s", error)
+                drop(self.pop(key).tensors.values())
 
     def drop_if(self, which: Callable[[Gathered], bool] = lambda _: True) -> None:
         """Free all that is so."""

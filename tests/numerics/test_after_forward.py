@@ -145,6 +145,12 @@ def test_a_loss_reads_the_head_where_it_is_a_unit_of_its_own(way: str) -> None:
 
 
 @two_ranks
+@pytest.mark.parametrize("way", ["eager", slow("in parts")])
+def test_a_loss_reads_the_head_of_a_root_whose_large_parameters_are_sent_by_themselves(way: str) -> None:
+    assert_trains_as_unsharded(*sharded(Wide, way), Wide)
+
+
+@two_ranks
 @pytest.mark.parametrize("way", ["compiled", "eager"])
 def test_microbatches_without_sync_are_reduced_once_with_what_the_loss_reads(way: str) -> None:
     run, model = sharded(Tied, way)
