@@ -62,22 +62,10 @@ def paced_copy(
 ) -> None:
     """Write one of the chunks of `source` into `target`, several times; see [Note: paced copy].
 
-    Args:
-        target: [writes * numel].
-        source: [reads * numel]; all of it is read, as what arrives is.
-        clock: [2], int64.
-        is_first: whether the transfer begins now; else `clock` says when it began.
-        numel: of a chunk.
-        share: how many elements of a chunk a CTA copies; a multiple of 16.
-        reads: how many chunks are read.
-        own: which of them is written.
-        writes: how often.
-        scale: by which it is multiplied.
-        from_ns: when the first block may be copied, after the beginning of the transfer.
-        block_ns: how long a block takes.
-        to_ns: when this launch ends, after the beginning of the transfer.
-        IS_SCALED: whether `scale` counts.
-        BLOCK: elements copied at a time.
+    `target` is [writes * numel], `source` [reads * numel]: all of it is read, as what arrives is, and its chunk `own`
+    is written, multiplied by `scale` if IS_SCALED. The transfer begins now if `is_first`; else `clock` ([2], int64)
+    says when it began. `from_ns`, before which no block is copied, and `to_ns`, the end of this launch, count from
+    then. A CTA copies `share` elements of a chunk, a multiple of 16, in blocks of BLOCK that take `block_ns` each.
     """
     begun = tl.extra.cuda.globaltimer()
     if is_first != 0:

@@ -127,18 +127,6 @@ def unsharded_peak_bytes(entry: Entry, model: nn.Module) -> int | None:
     return max(peaks, default=None)
 
 
-def _eager(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
-    return model
-
-
-def _compiled(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
-    return torch.compile(model)
-
-
-def _compute(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
-    return torch.compile(model.to(entry.mp_policy.param_dtype))
-
-
 def _ddp(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
     ranks = mesh.get_group() if mesh.ndim == 1 else None
     return nn.parallel.DistributedDataParallel(model, process_group=ranks, gradient_as_bucket_view=True)
@@ -233,10 +221,10 @@ def _without_order(pipeline: Pipeline) -> Pipeline:
 
 
 _MAKE: Final[dict[str, Callable[[nn.Module, DeviceMesh, Entry], Forward]]] = {
-    REFERENCE: _eager,
-    COMPUTE: _compute,
-    "local": _eager,
-    "local_compiled": _compiled,
+    REFERENCE: lambda model, mesh, entry: model,
+    COMPUTE: lambda model, mesh, entry: torch.compile(model.to(entry.mp_policy.param_dtype)),
+    "local": lambda model, mesh, entry: model,
+    "local_compiled": lambda model, mesh, entry: torch.compile(model),
     "ddp": _ddp,
     "fsdp2": _fsdp2,
     "fsdp2_compiled": _fsdp2_compiled,

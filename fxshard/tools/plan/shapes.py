@@ -159,15 +159,6 @@ class _Experts(nn.Module):
         return torch.zeros_like(flat).index_add(0, order // each, y).view_as(x)
 
 
-def _plainly(run: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    return run(*args)
-
-
-def _again(run: Callable[..., Tensor], *args: Tensor, **given: Any) -> Tensor:
-    result: Tensor = checkpoint(run, *args, use_reentrant=False, **given)
-    return result
-
-
 _SAVED = (
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -188,8 +179,8 @@ def _selected() -> Any:
 
 
 CHECKPOINTING: dict[str, Callable[..., Tensor]] = {
-    "none": _plainly,
-    "full": _again,
-    "selective": functools.partial(_again, context_fn=_selected),
+    "none": lambda run, *args: run(*args),
+    "full": functools.partial(checkpoint, use_reentrant=False),
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=_selected),
 }
 """What backward computes again: nothing, whole blocks, or all but attention and every other matrix product."""
