@@ -47,6 +47,6 @@ CEILINGS = (
         - _lines([SOURCES["hardware.py"]]),
         24_140,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 61_540),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 57_150),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 61_610),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 57_300),
 )
