@@ -35,7 +35,10 @@ TORCH_ATTRIBUTES = (
         "run hooks when the gradient is set; refuse earlier hooks and hooks on a copy",
     ),
     TorchAttribute(
-        "_version", "a tensor", "runtime/unit.py runtime/eager.py ir/writes.py state/weights.py", "detect writes"
+        "_version",
+        "a tensor",
+        "runtime/unit.py runtime/eager.py ir/writes.py state/weights.py sharding/initial_rows.py",
+        "detect writes",
     ),
     TorchAttribute(
         "_parameters _buffers",

@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 
 _GRAD, _SPEC, _LOCAL, _SHAPE = map(attrgetter, ("grad", "_spec", "_local_tensor", "_local_tensor.shape"))
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_NEVER_CALLED = (
-    "torch.autograd.graph.register_multi_grad_hook(mode='all') of sharded parameters would never be called: no node of "
-    "the backward leads to them. Use mode='any', or register_post_accumulate_grad_hook of each."
-)
-
 _HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_NEVER_CALLED = """torch.autograd.graph.register_multi_grad_hook(mode='all') of sharded parameters would never be \
+called: no node of the backward leads to them. Use mode='any', or register_post_accumulate_grad_hook of each."""
 
 # The constructor, not from_local: no autograd, no checks, nothing but the wrapper. Its __init__ does nothing, slowly.
 _wrap = cast(

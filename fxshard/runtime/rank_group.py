@@ -28,8 +28,8 @@ any number of ranks."""
 LOOK_EVERY = 64
 """Runs without a backward, after which a rank looks back."""
 
-ARRIVAL_S = 1.0
-"""How long a rank that looks back waits for an entry that another one must have written, but the store may not have."""
+ARRIVAL_S = 5.0
+"""How long a rank that looks back waits for an entry that another one must write: well above `TELL_AFTER_S`."""
 
 GRAPHS = ("forward", "backward", "inference")
 """The kinds of compiled graphs that launch collectives."""

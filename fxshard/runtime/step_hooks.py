@@ -325,16 +325,13 @@ def step_hooks() -> StepHooks:
 
 
 def _needs_whole(optimizer: torch.optim.Optimizer) -> bool:
-    return (
-        isinstance(optimizer, Adafactor | Rprop) or type(optimizer).__name__ == "Adafactor"
-    )  # as that of transformers
+    return isinstance(optimizer, Adafactor | Rprop) or type(optimizer).__name__ == "Adafactor"  # of transformers
 
 
 def _refuse_shards(optimizer: torch.optim.Optimizer, units: Iterable[Unit], written: Collection[int]) -> None:
     """Raise if an Adafactor or Rprop would step sharded parameters: torch's Adafactor takes norms of a rank's part.
 
-    Matrices are errors of torch's in every Adafactor; that of `transformers` steps vectors as it should. Rprop has ops
-    that DTensor has not.
+    Matrices are errors of torch's in every Adafactor, as is Rprop; that of `transformers` steps vectors as it should.
     """
     dims = 1 if isinstance(optimizer, Adafactor | Rprop) else 2
     members = [member for unit in units for member in unit.members if id(member.parameter) in written]

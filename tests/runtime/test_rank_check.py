@@ -275,6 +275,22 @@ def test_a_rank_that_is_slow_to_look_has_told_of_its_runs_after_a_while() -> Non
 
 
 @two_ranks
+def test_a_rank_that_is_done_waits_until_one_that_is_stuck_has_told_of_its_runs() -> None:
+    """It has one reduction less, and would step its optimizer."""
+    rank_group = both()
+    known(rank_group, "a", "b", "c", "a", "c", "a")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        begin_untold(rank_group, "b", "c")
+        time.sleep(2.5 * TELL_AFTER_S)  # its thread may wait for the interpreter
+        rank_group.tell()
+    else:
+        begin_untold(rank_group, "c")
+        with pytest.raises(RankMismatchError, match="In run 7, collective 1 is the first that differs"):
+            rank_group.look_back(is_over=True)
+
+
+@two_ranks
 def test_without_a_backward_ranks_look_back_once_in_many_runs() -> None:
     rank_group = both()
     for _ in range(LOOK_EVERY - 1):
