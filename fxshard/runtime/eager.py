@@ -71,14 +71,14 @@ class _Scope:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units  # that the module was made into
-        self.gathered: dict[tuple[int, bool, bool], _Gather] = {}  # by unit, grad mode and inference mode
+        self.gathered: dict[tuple[int, bool, bool], _UnitRead] = {}  # by unit, grad mode and inference mode
         self.returned: list[_Watched] = []  # gathered parameters that graphs have given out
 
     def parameter(self, unit: Unit, slot: SlotIndex, *, after_forward: bool = False) -> Tensor:
         key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in self.gathered:
             in_parts = bool(self.units) and _has_parts(unit)
-            self.gathered[key] = _Gather(unit, slot, in_parts=in_parts, after_forward=after_forward)
+            self.gathered[key] = _UnitRead(unit, slot, in_parts=in_parts, after_forward=after_forward)
         return self.gathered[key].parameter(slot)
 
     @property
@@ -148,7 +148,7 @@ class AfterForward:
             scope.require_unmarked()
 
     @property
-    def gathered(self) -> Iterable[_Gather]:
+    def gathered(self) -> Iterable[_UnitRead]:
         """What was read and has the unit's values."""
         return self._scope.gathered.values() if self._epoch == self._unit.epoch() else ()
 
@@ -277,7 +277,7 @@ def _has_parts(unit: Unit) -> bool:
     return not (is_whole or unit.is_fake or torch_private.backward_id() is not None)
 
 
-class _Gather:
+class _UnitRead:
     """All parameters of a unit, launched together, each part waited for when one of its parameters is taken.
 
     They are differentiable with respect to the unit's flats, also for a later read.
