@@ -274,7 +274,7 @@ def _has_parts(unit: Unit) -> bool:
     settings = unit.settings
     has_comms = settings.all_gather_comm is not None or settings.reduce_scatter_comm is not None
     is_whole = settings.reduces_unused or has_comms or settings.offload is not None or bool(unit.plan.encoded)
-    return not (is_whole or unit.is_fake or torch_private.backward_id() is not None)
+    return unit.world_size > 1 and not (is_whole or unit.is_fake or torch_private.backward_id() is not None)
 
 
 class _UnitRead:
@@ -321,10 +321,10 @@ class _UnitRead:
 
     def _take(self, slot: SlotIndex) -> None:
         part = next(each for each in self._parts if slot in each.slots)
-        self._parts.remove(part)
         flats = [self.unit.shards[i].flat for i in part.shards]
         with torch_private.outside_transforms(self._are_real):
             values = _UnshardPart.apply(part, self._after_forward, *flats)  # type: ignore[no-untyped-call]
+        self._parts.remove(part)
         members = [self.unit.shards[i].members[j] for i, j in part.slots]
         read = [member.read_from(value) for member, value in zip(members, values, strict=True)]
         self.parameters |= zip(part.slots, read, strict=True)
