@@ -71,14 +71,14 @@ class _Scope:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units  # that the module was made into
-        self.gathered: dict[tuple[int, bool, bool], _Gather] = {}  # by unit, grad mode and inference mode
+        self.gathered: dict[tuple[int, bool, bool], _UnitRead] = {}  # by unit, grad mode and inference mode
         self.returned: list[_Watched] = []  # gathered parameters that graphs have given out
 
     def parameter(self, unit: Unit, slot: SlotIndex, *, after_forward: bool = False) -> Tensor:
         key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in self.gathered:
             in_parts = bool(self.units) and _has_parts(unit)
-            self.gathered[key] = _Gather(unit, slot, in_parts=in_parts, after_forward=after_forward)
+            self.gathered[key] = _UnitRead(unit, slot, in_parts=in_parts, after_forward=after_forward)
         return self.gathered[key].parameter(slot)
 
     @property
@@ -148,7 +148,7 @@ class AfterForward:
             scope.require_unmarked()
 
     @property
-    def gathered(self) -> Iterable[_Gather]:
+    def gathered(self) -> Iterable[_UnitRead]:
         """What was read and has the unit's values."""
         return self._scope.gathered.values() if self._epoch == self._unit.epoch() else ()
 
@@ -274,10 +274,10 @@ def _has_parts(unit: Unit) -> bool:
     settings = unit.settings
     has_comms = settings.all_gather_comm is not None or settings.reduce_scatter_comm is not None
     is_whole = settings.reduces_unused or has_comms or settings.offload is not None or bool(unit.plan.encoded)
-    return not (is_whole or unit.is_fake or torch_private.backward_id() is not None)
+    return unit.world_size > 1 and not (is_whole or unit.is_fake or torch_private.backward_id() is not None)
 
 
-class _Gather:
+class _UnitRead:
     """All parameters of a unit, launched together, each part waited for when one of its parameters is taken.
 
     They are differentiable with respect to the unit's flats, also for a later read.
@@ -321,10 +321,10 @@ class _Gather:
 
     def _take(self, slot: SlotIndex) -> None:
         part = next(each for each in self._parts if slot in each.slots)
-        self._parts.remove(part)
         flats = [self.unit.shards[i].flat for i in part.shards]
         with torch_private.outside_transforms(self._are_real):
             values = _UnshardPart.apply(part, self._after_forward, *flats)  # type: ignore[no-untyped-call]
+        self._parts.remove(part)
         members = [self.unit.shards[i].members[j] for i, j in part.slots]
         read = [member.read_from(value) for member, value in zip(members, values, strict=True)]
         self.parameters |= zip(part.slots, read, strict=True)
