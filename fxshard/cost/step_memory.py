@@ -66,9 +66,8 @@ class GraphMemory:
         [Note: how long parameters are held]. Of a forward, `results` is the number of its own results, which its caller
         makes, and `differentiable` are the names of inputs that get a gradient.
         """
-        live, self.runs = sizes.live, runs
-        self.live = live
-        self.nodes = live.nodes
+        self.runs, self.live, self.nodes = runs, sizes.live, sizes.live.nodes
+        live = self.live
         outputs = [each if isinstance(each, fx.Node) else None for each in signature.results_of(live.nodes[0].graph)]
         inputs = [node for node in live.nodes if node.op == "placeholder"]
         self.reduced = {n for n in outputs if n is not None and _is_reduced(n)} if is_backward else set()
@@ -87,21 +86,25 @@ class GraphMemory:
         for i, storage in enumerate(live.storages):
             if storage.maker.target is ops.COPY_TO_HOST or (runs.resident and self.category[i] == "unsharded"):
                 self.nbytes[i] = 0
+        self.made: dict[fx.Node, list[int]] = {}
+        self.freed: dict[fx.Node, list[int]] = {}
         copied_at = {launch: wait for wait, launch in runs.copies.items()}
         self.buffers = {each: sum(self.nbytes[i] for i in live.storages_of[each]) for each in copied_at}
         parameters = {i for node in live.nodes if tags.meta_of(node).param for i in live.storages_of[node]}
-        self.outliving: set[int] = set()
-        self.made: dict[fx.Node, list[int]] = {}
-        self.freed: dict[fx.Node, list[int]] = {}
-        for i, storage in enumerate(live.storages):
-            born, is_held = live.nodes[storage.birth], holds and i in parameters
+        self._place(copied_at, theirs, is_backward, parameters if holds else set())
+        self.outliving = parameters if keeps and not is_backward else set()
+        self.late_bytes = self._late()
+
+    def _place(
+        self, copied_at: Mapping[fx.Node, fx.Node], theirs: Collection[int], is_backward: bool, held: Collection[int]
+    ) -> None:
+        """Fill in `made` and `freed`; what is `held` is freed behind the last node."""
+        for i, storage in enumerate(self.live.storages):
+            born = self.nodes[storage.birth]
             if i not in theirs:
                 self.made.setdefault(copied_at.get(born, born), []).append(i)
             if i not in theirs or (is_backward and i in self.saved):
-                self.freed.setdefault(live.nodes[-1 if is_held else storage.last_use], []).append(i)
-            if is_held and keeps and not is_backward:
-                self.outliving.add(i)
-        self.late_bytes = self._late()
+                self.freed.setdefault(self.nodes[-1 if i in held else storage.last_use], []).append(i)
 
     def _categories(self) -> list[str]:
         live = self.live

@@ -311,7 +311,7 @@ def only_root_not_compiled(model: nn.Module, tools: Tools) -> nn.Module:
     return model
 
 
-def without_breaks(meshes: Meshes, check: Callable[[Scenario], None]) -> None:
+def without_breaks(meshes: Meshes, check: Callable[[Scenario], object]) -> None:
     """Sizes that the data decides are symbols of one graph."""
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         check(on(meshes, DroplessMoE, compile_kwargs={"fullgraph": True}))

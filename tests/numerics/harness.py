@@ -313,9 +313,11 @@ def check_against_unsharded(scenario: Scenario, *, lower: str = "eager", system:
     compare(train(scenario, ours), train(scenario, replace(UNSHARDED, device=ours.device)), rtol=1e-9, atol=1e-11)
 
 
-def check_bitwise(scenario: Scenario) -> None:
-    """Hold ours, in float32 and lowered to the interpreter, to bitwise equality with FSDP2."""
-    compare(train(scenario, fxshard_system()), train(scenario, FSDP2), rtol=0.0, atol=0.0)
+def check_bitwise(scenario: Scenario) -> Run:
+    """Hold ours, in float32 and lowered to the interpreter, to bitwise equality with FSDP2; return our run."""
+    ours = train(scenario, fxshard_system())
+    compare(ours, train(scenario, FSDP2), rtol=0.0, atol=0.0)
+    return ours
 
 
 def check_sums_in_few_bits(scenario: Scenario) -> None:
@@ -332,11 +334,15 @@ def check_sums_in_few_bits(scenario: Scenario) -> None:
         compare(ours, reference, rtol=0.0, atol=0.0)
 
 
-def check(scenario: Scenario, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Hold ours, in float64 and lowered to the interpreter, to both references; `rtol` and `atol` are for FSDP2."""
+def check(scenario: Scenario, *, rtol: float = 0.0, atol: float = 0.0) -> Run:
+    """Hold ours, in float64 and lowered to the interpreter, to both references; return our run.
+
+    `rtol` and `atol` are for FSDP2.
+    """
     ours = train(scenario, fxshard_system(dtype=torch.float64))
     compare(ours, train(scenario, replace(FSDP2, dtype=torch.float64)), rtol=rtol, atol=atol)
     compare(ours, train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
+    return ours
 
 
 def check_unsharded(scenario: Scenario) -> None:

@@ -92,7 +92,7 @@ def loss_without_input(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model() * y.mean()).mean()
 
 
-SCENARIOS: dict[str, Callable[[], None]] = {
+SCENARIOS: dict[str, Callable[[], object]] = {
     "compiled": lambda: check(PLAIN),
     "eager": lambda: check(replace(PLAIN, prepare=only_shard)),
     "one unit": lambda: check(replace(PLAIN, prepare=last_block_alone)),
@@ -104,7 +104,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "adopted": lambda: check(replace(PLAIN, prepare=adopted)),
     "inductor": lambda: check_inductor(PLAIN),
 }
-MORE: dict[str, Callable[[], None]] = {
+MORE: dict[str, Callable[[], object]] = {
     "gpt": lambda: check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, shard_kwargs=ON_HOST)),
     "bfloat16": lambda: check_bitwise(replace(PLAIN, shard_kwargs=BF16)),
     "each block": lambda: check(replace(PLAIN, prepare=compile_each_block)),

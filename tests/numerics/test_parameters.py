@@ -25,10 +25,7 @@ from tests.numerics.harness import (
     check_close,
     compile_module,
     full,
-    fxshard_system,
     only_shard,
-    start,
-    train,
     world_mesh,
 )
 from tests.numerics.loops import halve_gradients, remember_buffers
@@ -90,9 +87,7 @@ def test_reduces_a_tied_embedding_and_head_once() -> None:
 
 @two_ranks
 def test_leaves_frozen_parameters_alone() -> None:
-    scenario = SCENARIOS["frozen parameters"]
-    check(scenario)
-    assert train(scenario, fxshard_system()).grads["head.bias"] is None
+    assert check(SCENARIOS["frozen parameters"]).grads["head.bias"] is None
 
 
 def shard_all_but_the_bias_of_the_head(model: nn.Module, tools: Tools) -> nn.Module:
@@ -119,9 +114,7 @@ def test_accumulates_beside_an_ignored_weight() -> None:
 
 @two_ranks
 def test_leaves_ignored_parameters_to_their_rank() -> None:
-    scenario = Scenario(model=MLP, batch=rows(), prepare=shard_all_but_the_bias_of_the_head)
-    check_bitwise(scenario)
-    run = start(scenario, fxshard_system())
+    run = check_bitwise(Scenario(model=MLP, batch=rows(), prepare=shard_all_but_the_bias_of_the_head))
     assert {name for name, p in run.named_parameters().items() if not isinstance(p, DTensor)} == {"head.bias"}
 
 
@@ -166,9 +159,7 @@ def test_reduces_the_parameters_of_a_module_called_twice_once() -> None:
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 def test_leaves_the_gradient_of_an_unused_parameter_none(reshard_after_forward: bool | None) -> None:
     shard_kwargs = {"reshard_after_forward": reshard_after_forward}
-    scenario = Scenario(model=Unused, batch=rows(), shard_kwargs=shard_kwargs)
-    check(scenario)
-    grads = train(scenario, fxshard_system()).grads
+    grads = check(Scenario(model=Unused, batch=rows(), shard_kwargs=shard_kwargs)).grads
     assert {name for name, grad in grads.items() if grad is None} == {"idle", "blocks.1.weight", "blocks.1.bias"}
 
 
@@ -208,9 +199,8 @@ def keep_accumulated_gradients(run: Run, step: int) -> None:
 @pytest.mark.slow
 @two_ranks
 def test_runs_the_post_accumulate_hooks_of_sharded_parameters_once_per_backward() -> None:
-    scenario = Scenario(model=MLP, batch=rows(), before_step=keep_accumulated_gradients)
-    check(scenario)
-    assert len(train(scenario, fxshard_system()).extra) == NUM_STEPS
+    run = check(Scenario(model=MLP, batch=rows(), before_step=keep_accumulated_gradients))
+    assert len(run.extra) == NUM_STEPS
 
 
 @two_ranks
