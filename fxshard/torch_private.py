@@ -29,7 +29,7 @@ from torch._dynamo import eval_frame, trace_rules
 from torch._dynamo.convert_frame import ConvertFrameAssert, input_codes, output_codes
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.external_utils import get_nonrecursive_disable_wrapper
-from torch._dynamo.utils import get_compilation_metrics
+from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
@@ -301,6 +301,11 @@ def was_made_by_dynamo(code: CodeType) -> bool:
 def backward_id() -> int | None:
     """Return the identity of the backward that this thread is running, `None` outside of one."""
     return None if (task := torch._C._current_graph_task_id()) == -1 else task
+
+
+def compilations() -> int:
+    """Return how often AOTAutograd has traced a graph, which runs backwards of its own."""
+    return counters["aot_autograd"]["total"]
 
 
 def compiled_nodes(result: Tensor) -> Iterator[Any]:

@@ -15,6 +15,7 @@ a step raises versions), unless something waits or is resident.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     ReducedFlat = tuple[FlatShard, Tensor, list[int]]
 
 
+_log = logging.getLogger(__name__)
+
+
 @dataclass(eq=False)
 class ModelContext:
     """What the units of one model share, and its backwards; see [Note: the end of a step]."""
@@ -57,6 +61,8 @@ class ModelContext:
     settings: BackwardSettings = field(default_factory=BackwardSettings)
     _begun: int | None = field(default=None, repr=False)
     _unended: set[int] = field(default_factory=set, repr=False)  # backwards that have begun, and leave sums behind
+    _seen: tuple[int, int] = field(default=(0, 0), repr=False)  # the last backward, and compilations before it
+    _lost: bool = field(default=False, repr=False)  # whether a forward since then had no backward
     _resharded_in: int | None = field(default=None, repr=False)
     _resident_in: dict[int, frozenset[Unit]] = field(default_factory=dict, repr=False)
 
@@ -68,14 +74,15 @@ class ModelContext:
 
     def watch_backward(self, result: object) -> None:
         """See the backward of what a forward gives begin: also one that fails before it comes to a graph."""
-        foresees = self.prefetcher.foresees_backward
-        if self._leaves_sums or foresees:
+        foresees, is_summed = self.prefetcher.foresees_backward, self._leaves_sums
+        if is_summed or foresees:
+            awaited = _AwaitedBackward(self, counts=is_summed and torch_private.backward_id() is None)
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     graphs = [weakref.ref(each) for each in torch_private.compiled_nodes(tensor)] if foresees else []
-                    tensor.register_hook(functools.partial(_begin_backward_eagerly, self, graphs))
+                    tensor.register_hook(functools.partial(_begin_backward_eagerly, awaited, graphs))
 
-    def backward_begins(self, graphs: Iterable[weakref.ref[Any]], _: Tensor) -> None:
+    def backward_begins(self, graphs: Iterable[weakref.ref[Any]]) -> None:
         """At the gradient of a result, with the backwards of graphs behind it: some backwards do not come to them."""
         self.backward_runs(of_forward=False)
         if any(torch_private.will_run(node) for graph in graphs if (node := graph()) is not None):
@@ -91,6 +98,9 @@ class ModelContext:
         `of_forward`: the backward of a forward, not of what was read after it alone.
         """
         running = torch_private.backward_id()
+        if running is not None:
+            self._require_none_lost(now := (running, torch_private.compilations()))
+            self._seen = now
         if of_forward and running != self._resharded_in:
             self._resharded_in = running
             for unit in self.units:
@@ -136,20 +146,43 @@ class ModelContext:
         self.late.drop()
         if not self._unended:
             return
-        waiting = [
-            unit.label for unit in self.units if unit.step.accumulation.waiting or unit.step.replica_sums.waiting
-        ]
-        if waiting:
+        self._require_nothing_waits()
+        self._unended.clear()
+
+    def forward_is_lost(self) -> None:
+        """A forward that was to leave sums behind is gone, and its backward never came to the model."""
+        self._lost = True
+
+    def _require_none_lost(self, now: tuple[int, int]) -> None:
+        """Raise if a backward before the one that runs failed in the loss, before it came to the model, and sums wait.
+
+        Backwards are numbered: there was one that this model has not seen, and a forward that had none. A compilation
+        runs backwards, too: then there is only a warning.
+        """
+        if self._lost and now[1] == self._seen[1] and now[0] > self._seen[0] + 1:
+            self._require_nothing_waits()
+        elif self._lost and now[1] > self._seen[1] and self._waiting():
+            _log.warning(
+                "fxshard: a forward had no backward while gradients waited to be reduced. If its step was given up, "
+                "after an error in the loss, drop them where it is caught: model.reset_iter_state()."
+            )
+        self._lost = False
+
+    def _waiting(self) -> list[str]:
+        return [unit.label for unit in self.units if unit.step.accumulation.waiting or unit.step.replica_sums.waiting]
+
+    def _require_nothing_waits(self) -> None:
+        if waiting := self._waiting():
             raise UnsupportedGraph(
                 "a backward failed (out of memory, an exception in a hook) while gradients waited to be reduced, and "
                 f"would be added to the next step's: units {', '.join(map(repr, waiting))}. Give the step up on all "
                 "ranks: model.reset_iter_state() and optimizer.zero_grad() where the exception is caught."
             )
-        self._unended.clear()
 
     def drop(self, units: Iterable[Unit]) -> None:
         """Forget the gradients of some units that wait, and what a backward that failed has left."""
         self.late.drop()
+        self._lost = False
         for unit in units:
             unit.step.accumulation.waiting.clear()
             unit.step.replica_sums.drop()
@@ -251,8 +284,23 @@ class ModelContext:
         return [unit for unit in self.units if any(id(p) in written for m in unit.members for p in m.registered())]
 
 
+class _AwaitedBackward:
+    """Lives as long as the autograd graph of a forward, and tells its model if that goes without a backward."""
+
+    def __init__(self, model: ModelContext, *, counts: bool) -> None:
+        self.model, self._is_awaited = model, counts
+
+    def begins(self, graphs: Iterable[weakref.ref[Any]], _: Tensor) -> None:
+        self._is_awaited = False
+        self.model.backward_begins(graphs)
+
+    def __del__(self) -> None:
+        if self._is_awaited:
+            self.model.forward_is_lost()
+
+
 # A whole train step may be compiled: then Dynamo is on during backward, and must leave this alone.
-_begin_backward_eagerly = torch.compiler.disable(ModelContext.backward_begins)
+_begin_backward_eagerly = torch.compiler.disable(_AwaitedBackward.begins)
 
 
 class StepHooks:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -80,7 +82,9 @@ def backward(run: nn.Module, batch: int, where: str = "") -> None:
     result = run(torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * batch + rank)))
     if where == "output":
         result.register_hook(fail)
-    FailOnce.armed = where == "middle"
+    if where == "loss":
+        result = FailOnce.apply(result)
+    FailOnce.armed = where in ("middle", "loss")
     try:
         result.pow(2).sum().backward()
     finally:
@@ -111,7 +115,7 @@ def assert_is_mean_of(model: nn.Module, batches: list[int]) -> None:
 
 
 @two_ranks
-@each_once(way=WAYS, where=["middle", "output"])
+@each_once(way=WAYS, where=["middle", "output", "loss"])
 @pytest.mark.parametrize("before", [slow(0), 1])
 def test_the_next_forward_refuses_to_go_on_until_the_step_is_given_up(way: str, where: str, before: int) -> None:
     run, model = sharded(way)
@@ -121,7 +125,10 @@ def test_the_next_forward_refuses_to_go_on_until_the_step_is_given_up(way: str, 
     accumulate(run, model, [*range(before), 3], where)
     optim.zero_grad()
     if before or where == "middle":
-        with pytest.raises(fxshard.UnsupportedGraph, match=r"(?s)a backward failed .*reset_iter_state\(\)"):
+        with (
+            fxshard.no_sync(model) if where == "loss" else nullcontext(),
+            pytest.raises(fxshard.UnsupportedGraph, match=r"(?s)a backward failed .*reset_iter_state\(\)"),
+        ):
             backward(run, 4)
         model.reset_iter_state()
     accumulate(run, model, [5, 6])
@@ -179,3 +186,15 @@ def test_what_only_looks_like_a_failed_backward_is_accepted(way: str) -> None:
     model.zero_grad()
     accumulate(run, model, [5, 6])
     assert_is_mean_of(model, [5, 6])
+
+
+@two_ranks
+@pytest.mark.parametrize("way", ["compiled", slow("in parts")])
+def test_a_lost_forward_is_warned_of_where_a_compilation_hides_whether_its_backward_failed(way: str) -> None:
+    run, model = sharded(way)
+    accumulate(run, model, [1, 2])
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    accumulate(run, model, [0, 3], "loss")
+    with TestCase().assertLogs("fxshard", "WARNING") as logs:
+        run(torch.ones(5, WIDTH, dtype=torch.float64)).sum().backward()  # compiled for the new shape
+    assert "model.reset_iter_state()" in "".join(logs.output)
