@@ -10,7 +10,8 @@ default process group: those of many runs in one message without an answer, befo
 the latest after `TELL_AFTER_S` (a message per run took 0.1 ms of processor time).
 
 Only where a run is new does a rank read what the others wrote, and wait until all have come as far: at the first run
-of a compiled graph, and where these collectives never followed those of the run before (an evaluation on one rank).
+of a compiled graph, where these collectives never followed those of the run before (an evaluation on one rank), and
+where those that came here the last time had other sizes: unlike sizes that meet end a process on gloo.
 Everybody writes before it waits here or in a collective, so this wait ends where that of the first collective would.
 
 Where no run is new, ranks look back: when a backward ends, before an optimizer can step, each reads what up to `PEERS`

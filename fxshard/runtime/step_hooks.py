@@ -63,6 +63,8 @@ class ModelContext:
     _unended: set[int] = field(default_factory=set, repr=False)  # backwards that have begun, and leave sums behind
     _seen: tuple[int, int] = field(default=(0, 0), repr=False)  # the last backward, and compilations before it
     _lost: bool = field(default=False, repr=False)  # whether a forward since then had no backward
+    _ran_last: str = field(default="", repr=False)  # outside of graphs
+    _ran_next: dict[str, tuple[str, str]] = field(default_factory=dict, repr=False)  # run -> the next, and its sizes
     _resharded_in: int | None = field(default=None, repr=False)
     _resident_in: dict[int, frozenset[Unit]] = field(default_factory=dict, repr=False)
 
@@ -120,6 +122,15 @@ class ModelContext:
             self._end(self.settings.is_last and not self.settings.ended_by_hand)
             self._unended.discard(which)
         self.look_back()
+
+    def goes_another_way(self, run: str, sizes: str) -> bool:
+        """Whether what runs outside of graphs, a text of it, has other sizes than what came here the last time.
+
+        Collectives of unlike sizes that meet may end a process before ranks are told that they differ.
+        """
+        usual = self._ran_next.get(self._ran_last)
+        self._ran_next[self._ran_last], self._ran_last = (run, sizes), run
+        return usual is not None and usual[0] != run and usual[1] != sizes
 
     def look_back(self) -> None:
         """Let ranks that ran different units be told before an optimizer steps; behind fake tensors there are none."""

@@ -292,7 +292,12 @@ class Unit:
         )
         key = kind, f"{what} {sizes} {len(launches)}"
         agreement = self.step.agreements.setdefault(key, Agreement(kind))
-        with self.model.forgetting(), telling_others(lambda: plan.groups), agreement.before(launches):
+        is_known = not self.model.goes_another_way(f"{kind} {self.label} {what}", f"{wanted} {sizes}")
+        with (
+            self.model.forgetting(),
+            telling_others(lambda: plan.groups),
+            agreement.before(launches, is_known=is_known),
+        ):
             yield functools.partial(agreement.after, launches)
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:

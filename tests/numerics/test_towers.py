@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
 from fxshard import RankMismatchError
@@ -172,3 +173,30 @@ def test_towers_that_the_ranks_choose_alike_are_no_difference(form: Form) -> Non
             optimizer.zero_grad()
         with torch.no_grad():
             model(batch(step, rank), "text" if step < 3 else "image")
+
+
+class Optional(nn.Module):
+    """A layer that only some batches need, before one of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.extra, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, needed: bool) -> Tensor:
+        x = self.stem(x)
+        return self.head(self.extra(x) if needed else x)
+
+
+@two_ranks
+@pytest.mark.parametrize("needed_last", [True, False])
+def test_collectives_of_unlike_sizes_outside_of_graphs_do_not_meet(needed_last: bool) -> None:
+    """Of every order that the ranks know; gloo ends a process in which such collectives meet."""
+    rank, model = dist.get_rank(), Optional()
+    mesh = DeviceMesh.from_group(dist.new_group(backend="fxshard_gloo"), "cpu")  # it is of no use afterwards
+    for part in (*model.children(), model):
+        fxshard.fully_shard(part, mesh=mesh)
+    for step, needed in enumerate((True, False, True, False, False, True, needed_last)):
+        model(batch(step, rank), needed).square().mean().backward()
+        model.zero_grad()
+    with pytest.raises(RankMismatchError, match=r"(?s)rank 0 .*rank 1 "):
+        model(batch(9, rank), rank == 0).square().mean().backward()
