@@ -41,9 +41,9 @@ class Ended:
 
 @functools.cache
 def server() -> multiprocessing.context.ForkServerContext:
-    """Return the server that forks ranks; it has imported and compiled what most of them need."""
+    """Return the server that forks ranks; it has imported what most of them need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.state.bodies", "tests.first_step"])
+    context.set_forkserver_preload(["tests.state.bodies"])
     return context
 
 
