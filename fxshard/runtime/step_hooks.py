@@ -187,8 +187,8 @@ class ModelContext:
             raise UnsupportedGraph(
                 "a backward failed (out of memory, an exception in a hook) while gradients waited to be reduced, and "
                 f"would be added to the next step's: units {', '.join(map(repr, waiting))}. Give the step up on all "
-                "ranks: model.reset_iter_state() and optimizer.zero_grad() where the exception is caught. If none failed: "
-                "run forwards that have no backward under torch.no_grad()."
+                "ranks: model.reset_iter_state() and optimizer.zero_grad() where the exception is caught. "
+                "If none failed: run forwards that have no backward under torch.no_grad()."
             )
 
     def drop(self, units: Iterable[Unit]) -> None:
