@@ -35,7 +35,7 @@ class ModuleState:
     units: tuple[Unit, ...]  # made by that call; none, if all parameters were taken already
     mp_policy: MixedPrecisionPolicy
     nested: tuple[Unit, ...] = field(default=())  # those, and the units of all modules inside
-    was_called: bool = False  # as the outermost module
+    was_called: bool = False  # by itself, or a module around it was
     compiled: regional.CompiledCalls = field(default_factory=regional.CompiledCalls)
 
     def chosen(self, recurse: bool) -> tuple[Unit, ...]:
@@ -429,8 +429,10 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = No
             for member in (member for unit in state.nested for member in unit.members):
                 member.require_known_hooks()
             stale_holders.refuse(state.nested)
-            initial_rows.warn_of_equal_rows(state.nested)
-            state.was_called = True
+            with torch_private.without_modes():  # a policy of checkpointing counts ops
+                initial_rows.warn_of_equal_rows(state.nested)
+            for _, under in states_under(module).values():
+                under.was_called = True  # and not as the outermost one of a recomputation
     args, kwargs = cast_inputs(state.mp_policy, *awaited(args, kwargs))
     eager.enter_call(state.units)
     return state, args, kwargs

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxshard
 from fxshard.sharding import initial_rows
@@ -53,6 +55,15 @@ def loaded(model: nn.Module) -> None:
     fxshard.load_full_state_dict(model, whole.state_dict())
 
 
+def recomputed(module: nn.Module, x: Tensor) -> Tensor:
+    def policy(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.select.int else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    result: Tensor = checkpoint(module, x, use_reentrant=False, context_fn=contexts)
+    return result
+
+
 def said(model: nn.Module, *, compiled: bool = False) -> list[str]:
     run = compile_module(model, EAGER) if compiled else model
     with said_by(initial_rows.__name__) as lines:
@@ -81,6 +92,29 @@ def test_equal_rows_are_named_where_real_values_are_initialised_anew() -> None:
         nn.init.xavier_uniform_(part.get_parameter("weight"))
     (line,) = said(model)
     assert "the same rows of 0.weight, 1.weight: " in line
+
+
+@two_ranks
+@pytest.mark.parametrize("around", ["block", "root"])
+def test_rows_are_looked_at_out_of_sight_of_selective_checkpointing(around: str) -> None:
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return recomputed(self.linear, x) if around == "block" else self.linear(x)
+
+    model = Recomputed()
+    fxshard.fully_shard(model.linear)
+    fxshard.fully_shard(model)
+    nn.init.xavier_uniform_(model.linear.weight)
+    with said_by(initial_rows.__name__) as lines:
+        for _ in range(2):
+            x = torch.ones(2, 6, requires_grad=True)
+            (recomputed(model, x) if around == "root" else model(x)).sum().backward()
+    (line,) = lines
+    assert "the same rows of linear.weight: " in line
 
 
 @two_ranks
