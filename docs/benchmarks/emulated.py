@@ -2,8 +2,8 @@
 
 Twelve configurations of model, ranks, bandwidth, accumulation and system. What the plan knows of the machine is what
 `fxshard calibrate` measures first, on a link of 16 ranks; no configuration calibrates it. Beside each pair of runs
-stands one that computes alone, with all parameters, to tell compute from communication. Leave the link a core:
-OMP_NUM_THREADS=1 on two cores.
+stands one that computes alone, with all parameters, to tell compute from communication. The machine is measured before
+and after each configuration, and its plan counts on the mean of both. Leave the link a core: OMP_NUM_THREADS=1 on two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxshard.cost.calibration import Calibration
-from fxshard.hardware import HardwareSpec
+from fxshard.hardware import HardwareSpec, load
 from fxshard.inspect.target import checked
 from fxshard.plan.outline import outline
 from fxshard.plan.plan import SCHEDULES, PlanSettings, tokens_of
@@ -86,20 +86,35 @@ def machine() -> HardwareSpec:
         return Calibration([dist.group.WORLD], torch.device("cpu")).run(lambda line: None)
 
 
+def mean(before: HardwareSpec, after: HardwareSpec) -> HardwareSpec:
+    """The mean of each number that `machine` measured twice."""
+    one, two = (json.loads(spec.to_json()) for spec in (before, after))
+    found = {name: _mean(value, two[name]) for name, value in one.items()}
+    return load(json.dumps(found))
+
+
+def _mean(one: Any, two: Any) -> Any:
+    if isinstance(one, dict):
+        return {name: _mean(value, two[name]) for name, value in one.items()}
+    if isinstance(one, list):
+        return [_mean(*pair) for pair in zip(one, two, strict=False)]  # the longer one has a size more
+    return (one + two) / 2 if isinstance(one, float) else one
+
+
 def on_link(of: Configuration, machine: HardwareSpec) -> HardwareSpec:
     """The machine with the link of a configuration."""
     return dataclasses.replace(machine, link_latency=LATENCY_US * 1e-6, link_bandwidth=of.gigabytes_per_s * 1e9)
 
 
-def planned(of: Configuration, schedule: str, spec: HardwareSpec) -> RunCost:
-    """The plan of a configuration."""
+def planned(of: Configuration, schedule: str, given: HardwareSpec, spec: HardwareSpec) -> RunCost:
+    """The plan of a configuration whose graphs were made for what was `given`, on what it ran on."""
     settings = PlanSettings(param_dtype=torch.float32, accumulation=of.accumulation, reduces_each=False)
     how = SCHEDULES[schedule]
     model, args, kwargs = checked(
         (shapes.decoder(MODELS[of.model], SEQUENCE), shapes.inputs(1, SEQUENCE)), "the builder"
     )
     traced = outline(
-        model, args, kwargs, world_size=of.ranks, options=settings.options(spec, how), saves_all=not how.fuses
+        model, args, kwargs, world_size=of.ranks, options=settings.options(given, how), saves_all=not how.fuses
     )
     return cost_of(traced, spec, how, tokens=tokens_of(args), **settings.run)
 
@@ -118,6 +133,7 @@ def measured(of: Configuration, spec: HardwareSpec, rounds: int) -> dict[str, An
             "--latency-us": LATENCY_US,
             "--microbatches": of.accumulation,
             "--rounds": rounds,
+            "--warm": 1,
             "--json": file,
         }
         words = [str(word) for pair in given.items() for word in pair]
@@ -128,15 +144,17 @@ def measured(of: Configuration, spec: HardwareSpec, rounds: int) -> dict[str, An
 
 def rows(numbers: Sequence[int], rounds: int = 15) -> Iterator[str]:
     """A line of a table for each configuration and system."""
-    spec = machine()
-    yield f"peak {max(spec.peak_flops.values()) / 1e9:.1f} GFLOP/s, memory {spec.memory_bandwidth / 1e9:.1f} GB/s\n"
-    yield "|model|ranks|GB/s|microbatches|system|measured ms|planned ms|error|gathered measured|planned|"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "|model|ranks|GB/s|microbatches|GFLOP/s|system|measured ms|planned ms|error|gathered measured|planned|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    before = machine()
     for number in numbers:
         of = CONFIGURATIONS[number]
-        there = on_link(of, spec)
-        found = measured(of, there, rounds)
-        costs = {system: planned(of, schedule, there) for system, schedule in SYSTEMS.items()}
+        given = on_link(of, before)
+        found = measured(of, given, rounds)
+        after = machine()
+        there, before = on_link(of, mean(before, after)), after
+        speed = f"{max(there.peak_flops.values()) / 1e9:.0f}"
+        costs = {system: planned(of, schedule, given, there) for system, schedule in SYSTEMS.items()}
         cost = costs[next(iter(SYSTEMS))]
         seconds = {system: cost.seconds for system, cost in costs.items()}
         seconds[ALONE] = sum(each.seconds for each in cost.record.kernels()) + cost.optimizer * of.ranks
@@ -144,7 +162,7 @@ def rows(numbers: Sequence[int], rounds: int = 15) -> Iterator[str]:
             step, peak = found[system]["step_ms"]["median"], found[system]["gathered_peak_bytes"]
             times = f"{step:.1f}|{each * 1e3:.1f}|{each * 1e3 / step - 1:+.1%}"
             peaks = f"{peak}|{costs[system].gathered}" if peak else "|"
-            yield f"|{of.model}|{of.ranks}|{of.gigabytes_per_s}|{of.accumulation}|{system}|{times}|{peaks}|"
+            yield f"|{of.model}|{of.ranks}|{of.gigabytes_per_s}|{of.accumulation}|{speed}|{system}|{times}|{peaks}|"
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ class Calibration:
         side = 64
         while True:
             matrix = torch.ones(side, side, dtype=dtype, device=self._device)
-            seconds = self._median(partial(torch.mm, matrix, matrix))
+            seconds = self._median(partial(_products, matrix)) / 3
             if seconds >= self._sizes.seconds or side >= self._sizes.side:
                 return seconds / (2 * side**3)
             side *= 2
@@ -155,7 +155,7 @@ class Calibration:
             found = speeds[dtype_text(dtype)] = []
             for side in _SIDES:
                 matrix = torch.ones(side, side, dtype=dtype, device=self._device)
-                (seconds,) = self._slowest([self._median(partial(torch.mm, matrix, matrix))])
+                (seconds,) = self._slowest([self._median(partial(_products, matrix)) / 3])
                 found.append(2 * side**3 / seconds)
                 if seconds > _ENOUGH:
                     break
@@ -270,6 +270,13 @@ class Calibration:
     def _settle(self) -> None:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
+
+
+def _products(matrix: Tensor) -> None:
+    """The three products of a linear layer: its output, and the gradients of its input and of its weight."""
+    torch.mm(matrix, matrix.t())
+    torch.mm(matrix, matrix)
+    torch.mm(matrix.t(), matrix)
 
 
 def _wait(launched: Sequence[Sequence[Tensor]]) -> None:

@@ -81,15 +81,18 @@ class GraphOfStep:
         stage: str = "",
         resident: bool = False,
         in_subgroups: Collection[str] = (),
+        reduces_at_once: bool = False,
     ) -> None:
         """`timeline` is that of `graph`; `calls` are the graphs that run in the place of some of its nodes.
 
         With `copies_out` parameters are copied out of what was gathered, as FSDP2 does; `resident` ones are gathered in
         the first microbatch alone. `names` are those of what `calls` stand for, `stage` is "forward" or "backward";
-        both decide nothing. `in_subgroups` are units of which backward sends what forward has kept.
+        both decide nothing. `in_subgroups` are units of which backward sends what forward has kept. With
+        `reduces_at_once` compute stands until a reduction is done, as FSDP2's does where it has no streams.
         """
         self.graph, self.timeline, self.calls = graph, timeline, calls or {}
         self.names, self.stage, self.resident = names or {}, stage, resident
+        self.reduces_at_once = reduces_at_once
         groups = launch_groups.groups_of(graph, GATHERS)
         hands_over = bool(groups) and _is_handed_over(groups[0], in_subgroups)
         launches = [launch_groups.group_of(launch).nodes for group in groups for launch in group.launches]
@@ -188,6 +191,8 @@ class Clock:
             if node in timeline.queues:
                 if node not in done and self._launches(graph, node):
                     done[node] = self._launch(timeline, node, max((each.end for each in needed), default=0.0), run)
+                    if graph.reduces_at_once and node.target in _REDUCING:
+                        self._wait([done[node]], timeline.launches[node].label)
                 for each in (each for each in graph.pulled.get(node, ()) if each in timeline.queues):
                     if self._launches(graph, each):
                         done[each] = self._launch(timeline, each, 0.0, run)

@@ -15,7 +15,7 @@ from fxshard.cost.step import COMPUTE, Clock, GraphOfStep, Interval
 from fxshard.cost.step_memory import GraphMemory, MemoryUse, StepMemory, forward_memory, memory_of_step
 from fxshard.cost.step_record import StepRecord
 from fxshard.cost.timeline import Timeline
-from fxshard.hardware import HardwareSpec
+from fxshard.hardware import HardwareSpec, describes
 from fxshard.inspect.explanation import Explanation, FrameExplanation
 from fxshard.ir.planned_block import number_of
 from fxshard.plan.outline import OutlinedModel, backward_numbers
@@ -244,6 +244,7 @@ def _planned(
     called_as = {node: names[i] for each in numbers for node, i in each.items()}
     given: dict[str, Any] = {"copies_out": schedule.is_fsdp2, "names": called_as, "resident": resident}
     given["in_subgroups"] = frame.plan.in_subgroups
+    given["reduces_at_once"] = schedule.is_fsdp2 and describes(hardware, "cpu")
     sizes, sizes_back = (sizes_of(g, frame.plan, donated=g is graphs[1]) for g in graphs)
     timeline, timeline_back = (Timeline(each, hardware, fuses=fuses) for each in (sizes, sizes_back))
     ahead = {node: inner.forward for node, inner in there.items()}

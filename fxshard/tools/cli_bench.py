@@ -88,6 +88,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     _add_link(parser)
     add("--microbatches", type=at_least(1), default=1, metavar="K", help="per step; the last one reduces (default: 1)")
     add("--rounds", type=at_least(1), default=10, metavar="N", help="timed steps per system (default: %(default)s)")
+    add("--warm", type=at_least(0), default=0, metavar="N", help="steps of a system before each timed one (default: 0)")
     add("--processes", type=at_least(1), default=1, metavar="N", help="start everything anew N times (default: 1)")
     add("--json", type=Path, metavar="FILE", help="write all measurements")
     add("--plot", type=Path, metavar="FILE", help="draw the medians into an .svg or .png; needs matplotlib")
@@ -206,6 +207,7 @@ def _config(args: argparse.Namespace, peers: Peers) -> BenchConfig:
         dtype=args.dtype,
         microbatches=args.microbatches,
         rounds=args.rounds,
+        warm=args.warm,
         processes=args.processes,
         num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
         stall_s=args.timeout,

@@ -77,6 +77,7 @@ class BenchConfig:
     dtype: str | None = None
     microbatches: int = 1
     rounds: int = 10
+    warm: int = 0  # Steps of a system before each timed one
     processes: int = 1
     num_threads: int = 1  # Of each rank
     stall_s: float = 900.0  # Seconds without a message from any rank after which a system counts as failed

@@ -152,7 +152,8 @@ class _SteppingRank(SystemRank):
         parent.send(self._prepare())
         with contextlib.suppress(EOFError):  # the parent is gone
             while parent.recv() == TURN:
-                parent.send(Timed(seconds=[self._step()[0]]))
+                *_, (seconds, _) = [self._step() for _ in range(1 + self._job.config.warm)]
+                parent.send(Timed(seconds=[seconds]))
 
     def _prepare(self) -> Ready:
         config = self._job.config
