@@ -74,7 +74,7 @@ class Options:
         verify: check every invariant of `ir/verify/verifier.py` after every pass; "debug" also re-runs the graphs on
             fake tensors.
         passes: a function from the default `Pipeline` to the one to run; passes of your own get the same checks.
-        hardware: what the cost model counts on: "h100", "h200", "cpu" or the path of a JSON file (`hardware.py`);
+        hardware: what the cost model counts on: a device by name ("h100"), or the path of a JSON file (`hardware.py`);
             `None` is what the ranks measured where they were sharded (`cost/measured.py`), or, where they did not,
             "cpu" for a model on the CPU, else "h100". Decides estimates, buckets and copies; no results.
         inductor: config patches passed to Inductor as they are.

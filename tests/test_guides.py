@@ -1,4 +1,4 @@
-"""The snippets of the README and the guides run, on emulated ranks."""
+"""The snippets of the README, the guides and contributing.md run, on emulated ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import fxshard
 from fxshard.testing import emulated_link
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "docs/contributing.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
 SNIPPETS = [
     pytest.param(snippet, id=f"{page.stem}-{number}")
     for page in PAGES
