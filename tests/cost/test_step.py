@@ -75,6 +75,18 @@ def test_a_gather_that_was_launched_early_goes_before_the_reduction_of_its_graph
     assert step_time([shared, shared]) == pytest.approx((done, done - 6 * PRODUCT))
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_compute_stands_until_a_reduction_is_done_where_nothing_else_carries_it(at_once: bool) -> None:
+    plan = HandMade()
+    plan.call(c10d.reduce_scatter_tensor.default, plan.input("gradient", (1024 * RANKS,)), "sum", RANKS, "0")
+    plan.product()
+    graph = plan.finish(plan.x)
+    shared = GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), HARDWARE), reduces_at_once=at_once)
+    clock = Clock()
+    clock.run_all([shared, shared])
+    assert clock.now == pytest.approx(2 * (PRODUCT + REDUCTION) if at_once else max(2 * REDUCTION, 2 * PRODUCT))
+
+
 def test_on_a_cpu_compute_stands_while_it_launches() -> None:
     plan = HandMade()
     first = plan.call(c10d.all_gather_into_tensor_coalesced.default, [plan.flat, plan.flat], RANKS, "0")

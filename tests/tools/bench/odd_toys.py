@@ -15,7 +15,7 @@ from fxshard.tools.bench.task import LossFn
 from tests.tools.bench.toys import MLP, squared
 
 PIDS = "FXSHARD_TEST_PIDS"
-"""Environment variable that names a folder for `endless`."""
+"""Environment variable that names a folder for `endless` and `counted`."""
 
 
 class Lame(MLP):
@@ -38,6 +38,15 @@ class Endless(MLP):
         return super().forward(x)
 
 
+class Counted(MLP):
+    """Writes a line at each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with (Path(os.environ[PIDS]) / str(os.getpid())).open("a") as file:
+            file.write("forward\n")
+        return super().forward(x)
+
+
 def lame() -> tuple[nn.Module, Tensor, LossFn]:
     """Fails under FSDP2."""
     return Lame(), torch.randn(4, 16), squared
@@ -46,3 +55,8 @@ def lame() -> tuple[nn.Module, Tensor, LossFn]:
 def endless() -> tuple[nn.Module, Tensor, LossFn]:
     """Does not even train without any library."""
     return Endless(), torch.randn(4, 16), squared
+
+
+def counted() -> tuple[nn.Module, Tensor, LossFn]:
+    """Trains."""
+    return Counted(), torch.randn(4, 16), squared

@@ -12,6 +12,7 @@ import pytest
 
 from fxshard.tools import cli
 from fxshard.tools.bench.config import SYSTEMS
+from tests.tools.bench.odd_toys import PIDS
 
 ROOT = Path(__file__).parents[3]
 
@@ -176,3 +177,18 @@ def test_without_a_gpu_what_needs_one_says_so(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert cli.main(("bench", "a:b", *flags)) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.commands
+def test_warm_steps_are_taken_and_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, path = tmp_path / "counts", tmp_path / "report.json"
+    counts.mkdir()
+    monkeypatch.setenv(PIDS, str(counts))
+    flags = ("--systems", "local", "--group", "emulated", "--world-size", "2", "--rounds", "2", "--warm", "3")
+    done = bench("tests.tools.bench.odd_toys:counted", *flags, "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (steps,) = by_name(json.loads(path.read_text()))["local"]["step_ms"]["by_process"]
+    assert len(steps) == 2
+    checked, traced, rounds = 3, 1, 3  # one round is none that counts
+    taken = [len(file.read_text().splitlines()) for file in counts.iterdir()]
+    assert max(taken) == checked + traced + rounds * (1 + 3)
