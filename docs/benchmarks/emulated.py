@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,13 @@ SYSTEMS = {"fxshard:regional=True": "fxshard", "fsdp2_best": "FSDP2 compiled"}
 """Name for `fxshard bench` -> key of `SCHEDULES`."""
 ALONE = "local_compiled"
 """Name of what computes alone."""
+ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+    "MALLOC_TOP_PAD_": str(2**26),
+    "MALLOC_ARENA_MAX": "1",
+}
+"""With these glibc keeps what is freed, as torch's allocator does on a GPU; else each large tensor maps pages anew."""
 
 
 class Configuration(NamedTuple):
@@ -142,7 +150,7 @@ def measured(of: Configuration, spec: HardwareSpec, rounds: int) -> dict[str, An
         return {system["name"]: system for system in json.loads(file.read_text())["systems"]}
 
 
-def rows(numbers: Sequence[int], rounds: int = 15) -> Iterator[str]:
+def rows(numbers: Sequence[int], rounds: int = 10) -> Iterator[str]:
     """A line of a table for each configuration and system."""
     yield "|model|ranks|GB/s|microbatches|GFLOP/s|system|measured ms|planned ms|error|gathered measured|planned|"
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
@@ -166,6 +174,8 @@ def rows(numbers: Sequence[int], rounds: int = 15) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    if not ALLOCATOR.items() <= os.environ.items():
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **ALLOCATOR})
     for line in rows([*map(int, sys.argv[1:])] or range(len(CONFIGURATIONS))):
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
