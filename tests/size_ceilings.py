@@ -34,20 +34,20 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        36_350,
+        36_370,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if name.startswith(TOOLS)),
-        5_530,
+        5_540,
     ),
     Ceiling(
         "lines of the core: top level without `hardware.py`, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE)
         - _lines([SOURCES["hardware.py"]]),
-        23_980,
+        23_990,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 57_960),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 58_030),
     Ceiling("lines of `benchmarks/`", _lines(_texts("benchmarks", "*.py").values()), 4_050),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_300),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_570),
 )

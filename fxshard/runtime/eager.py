@@ -406,7 +406,7 @@ def _reduce(unit: Unit, written: Parameters, shards: list[int]) -> list[Tensor |
     See [Note: late gradients] in `late_gradients.py`.
     """
     names, mean = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in written), unit.step.replica_sums.plan()
-    agreed = unit.agreed("reduced", "reduce_scatter", f"gradients of {names}")
+    agreed = unit.agreed("reduced", "reduce_scatter", f"gradients of {names}", written)
     unit.model.late.arrive(keep=_MAX_LATE)
     with nullcontext(nullcontext) if unit.is_fake else agreed as waiting, profiler_ranges.of_unit(unit.fqn):
         launched = collectives.launch_grads(written, mean)

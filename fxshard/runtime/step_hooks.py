@@ -415,7 +415,7 @@ def _written_by(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 def _reduce(unit: Unit, slots: Waiting) -> list[ReducedFlat]:
     names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
     with (
-        unit.agreed("waiting", "reduce_scatter", f"waiting gradients of {names}"),
+        unit.agreed("waiting", "reduce_scatter", f"waiting gradients of {names}", slots),
         profiler_ranges.of_unit(unit.fqn),
         torch.no_grad(),
     ):

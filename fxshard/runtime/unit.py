@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
@@ -262,7 +262,9 @@ class Unit:
         self.step.after_forward.end()
 
     @contextmanager
-    def agreed(self, kind: str, wanted: str, what: str) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    def agreed(
+        self, kind: str, wanted: str, what: str, slots: Collection[SlotIndex] | None = None
+    ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         """Around one collective outside of graphs, on which the ranks agree first; an all_reduce may follow it.
 
         Yields what makes a context for a later wait for it.
@@ -271,6 +273,7 @@ class Unit:
             kind: of run, one word: "read", "reduced", "resident", "step", "waiting" or "averaged".
             wanted: "all_gather", "reduce_scatter" or "all_reduce".
             what: is gathered or reduced: "all parameters".
+            slots: of the parameters that these are, `None` for all.
         """
         if wanted == "all_gather":
             self.model.prefetcher.settle(self.device)
@@ -278,7 +281,7 @@ class Unit:
         groups = {"all_gather": plan.gathering_group, "reduce_scatter": plan.reducing_group}
         groups["all_reduce"] = plan.replicate_group
         averages = wanted == "reduce_scatter" and plan.replicas > 1 and not self.step.replica_sums.defers_all_reduce()
-        sizes = " and ".join(f"{dtype_text(shard.dtype)}[{shard.numel}]" for shard in plan.shards)
+        sizes = self._sizes(slots)
         launches = tuple(
             Launch(
                 group,
@@ -299,6 +302,16 @@ class Unit:
             agreement.before(launches, is_known=is_known),
         ):
             yield functools.partial(agreement.after, launches)
+
+    def _sizes(self, slots: Collection[SlotIndex] | None) -> str:
+        """What each rank sends of some parameters."""
+        sent = []
+        for i, shard in enumerate(self.plan.shards):
+            numels = [slot.numel for j, slot in enumerate(shard.slots) if slots is None or (i, j) in slots]
+            if numels:
+                numel = sum(numels) if len(numels) < len(shard.slots) else shard.numel
+                sent.append(f"{dtype_text(shard.dtype)}[{numel}]")
+        return " and ".join(sent)
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
         """Name the unit and its members from a new outermost module."""

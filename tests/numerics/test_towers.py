@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
 from fxshard import RankMismatchError
+from fxshard.ir.collectives import ALONE_BYTES
 from tests.models import Towers
 from tests.pairwise import slow
-from tests.ranks import two_ranks
+from tests.ranks import fresh_ranks, two_ranks
 
 EAGER = {"lower": "eager"}
 
@@ -200,3 +201,30 @@ def test_collectives_of_unlike_sizes_outside_of_graphs_do_not_meet(needed_last: 
         model.zero_grad()
     with pytest.raises(RankMismatchError, match=r"(?s)rank 0 .*rank 1 "):
         model(batch(9, rank), rank == 0).square().mean().backward()
+
+
+class TwoLarge(nn.Module):
+    """Two parameters that are each gathered and reduced by themselves."""
+
+    def __init__(self, equal: bool) -> None:
+        super().__init__()
+        rows = ALONE_BYTES // 16
+        self.first, self.second = nn.Linear(8, rows, bias=False), nn.Linear(8, rows if equal else 2 * rows, bias=False)
+
+    def forward(self, x: Tensor, order: int) -> Tensor:
+        for layer in (self.first, self.second)[:: 1 - 2 * order]:
+            x = layer(x).square()[..., :8]
+        return x
+
+
+@fresh_ranks  # one rank raises a reduction later than the other
+@pytest.mark.parametrize(("equal", "known"), [(False, True), (True, True), slow(False, False)])
+def test_large_parameters_in_another_order_on_each_rank_are_an_error(equal: bool, known: bool) -> None:
+    torch.manual_seed(0)
+    rank, model = dist.get_rank(), TwoLarge(equal)
+    fxshard.fully_shard(model)
+    for step, order in enumerate((0, 1, 1, 0, 0, 1) if known else (0, 0)):
+        model(batch(step, rank), order).square().mean().backward()
+        model.zero_grad()
+    with pytest.raises(RankMismatchError, match=r"(?s)rank 0 .*rank 1 "):
+        model(batch(9, rank), rank).square().mean().backward()
