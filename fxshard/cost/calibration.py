@@ -41,7 +41,7 @@ _LEAST_SHARE = 20  # latencies that a transfer takes which shows the bandwidth
 _LEAST_SECONDS, _MOST_SECONDS = 0.01, 0.05  # that it takes
 _SIDES = (128, 256, 512, 1024, 2048, 4096, 8192)  # of products, for `gemm_efficiency`
 _HEADS = 8  # of attention
-_ENOUGH = 0.05  # seconds of the largest product
+_ENOUGH = 0.05  # seconds of the largest products
 _LONG = 2e-3  # seconds of one launch, where few tries must do
 
 
@@ -157,7 +157,7 @@ class Calibration:
                 matrix = torch.ones(side, side, dtype=dtype, device=self._device)
                 (seconds,) = self._slowest([self._median(partial(_products, matrix)) / 3])
                 found.append(2 * side**3 / seconds)
-                if seconds > _ENOUGH:
+                if 3 * seconds > _ENOUGH:
                     break
         progress("copies")
         on_device = self._buffers[0]

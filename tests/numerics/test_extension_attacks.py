@@ -92,7 +92,7 @@ def between_steps(run: Run, step: int) -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("options", [{}, {"resident_gib": 1.0}])
+@pytest.mark.parametrize("options", [slow({}), {"resident_gib": 1.0}])
 def test_what_changes_between_steps_is_gathered(options: dict[str, Any]) -> None:
     which = odd(Float8Weight, before_step=between_steps)
     compare(train(which, fxshard_system(**options)), train(which, FSDP2), rtol=0.0, atol=0.0)

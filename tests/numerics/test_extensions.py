@@ -36,7 +36,7 @@ from tests.numerics.harness import (
 )
 from tests.numerics.microbatches import kept, several
 from tests.numerics.models import MLP, WIDTH, CheckpointedMLP, rows
-from tests.pairwise import each_once
+from tests.pairwise import each_once, slow
 from tests.ranks import two_ranks
 from tests.state.helpers import shared_folder
 
@@ -95,7 +95,9 @@ def test_trains_as_fsdp2_in_other_settings(kwargs: dict[str, Any]) -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("options", [{"bucket": 1.0}, {"prefetch": 2, "streams": "side"}, {"resident_gib": 1.0}])
+@pytest.mark.parametrize(
+    "options", [slow({"bucket": 1.0}), {"prefetch": 2, "streams": "side"}, slow({"resident_gib": 1.0})]
+)
 def test_passes_move_bytes_as_they_move_others(options: dict[str, Any]) -> None:
     which = scenario(backward=several)
     compare(train(which, fxshard_system(**options)), train(which, FSDP2), rtol=0.0, atol=0.0)

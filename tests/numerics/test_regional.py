@@ -379,7 +379,7 @@ def rotaries(options: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 
 @two_ranks
-@pytest.mark.parametrize("options", [{}, {"resident_gib": 1}])
+@pytest.mark.parametrize("options", [slow({}), {"resident_gib": 1}])
 def test_microbatches_of_changing_lengths_add_up_as_unsharded(options: dict[str, Any]) -> None:
     model, compiled = rotaries(options)
     torch.manual_seed(0)

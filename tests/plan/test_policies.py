@@ -22,6 +22,7 @@ from fxshard.plan.prices import Prices
 from fxshard.plan.recommend import Recommendation, best_mix, recommend
 from fxshard.plan.run import GIB
 from fxshard.tools.plan.recommendation import advice, table_of
+from tests.pairwise import slow
 from tests.plan.models import LAYERS, ROWS, WIDTH, Stack, build
 
 DEVICE = dataclasses.replace(load("h100-sxm"), link_bandwidth=2e9, network_bandwidth=0.25e9, host_bandwidth=1e9)
@@ -62,7 +63,7 @@ def test_policies_are_those_that_make_a_difference() -> None:
         policies_of(["keep", "recompute"], shards=8, ranks_per_node=8, accumulation=1)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [slow(1), 3])
 def test_the_solver_counts_the_bytes_of_the_simulation(accumulation: int) -> None:
     found, asked = traced(accumulation), problem(accumulation)
     backward = found.frames_of(found.all_alike()[0])[1][0].memory.backward  # offloaded blocks end their reduction late

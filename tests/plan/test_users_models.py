@@ -17,6 +17,7 @@ from fxshard.hardware import load
 from fxshard.plan.outline import outline
 from fxshard.plan.plan import SCHEDULES, PlanSettings, plan
 from fxshard.plan.run import RunCost, cost_of
+from tests.pairwise import slow
 from tests.plan.models import LAYERS, ROWS, WIDTH, Block, Stack, build
 
 RANKS = 8
@@ -94,7 +95,7 @@ def wrapped() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["fxshard", slow("FSDP2"), slow("FSDP2 compiled")])
 def test_a_block_that_the_model_checkpoints_costs_what_one_costs_that_checkpoints_itself(schedule: str) -> None:
     theirs, own, plain = (cost(make, schedule) for make in (Checkpointed, wrapped, Stack))
     assert theirs.seconds == pytest.approx(own.seconds, rel=1e-3)
@@ -129,7 +130,7 @@ class LongChain(Chain):
     length = 5
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [slow("fxshard"), slow("FSDP2"), "FSDP2 compiled"])
 def test_the_host_launches_a_fused_kernel_once(schedule: str) -> None:
     found = []
     for kind in (Chain, LongChain):

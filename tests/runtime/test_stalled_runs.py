@@ -99,7 +99,7 @@ def leave_out_a_block(bucket: str) -> None:
 
 
 @pytest.mark.multi_rank
-@pytest.mark.parametrize("bucket", ["unit", "auto"])
+@pytest.mark.parametrize("bucket", [slow("unit"), "auto"])
 def test_a_rank_that_waits_for_one_that_was_refused_and_lives_on_hears_of_it(bucket: str) -> None:
     processes.run(2, leave_out_a_block, bucket)
 
