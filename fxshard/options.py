@@ -32,6 +32,13 @@ OWNED_INDUCTOR_FLAGS = (
 )
 
 
+_OF_ANY_GRAPH = frozenset(
+    {"mesh", "reshard_after_forward", "param_dtype", "reduce_dtype", "separate_reduce_scatter_group"}
+    | {"regional", "lower", "verify", "hardware", "inductor"}
+)
+"""Options that say the same of a graph of one block."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What `torch.compile(..., backend="fxshard", options={...})` accepts.
@@ -66,7 +73,8 @@ class Options:
             parameters and gradients on streams of their own; "off" overlaps nothing, for debugging; "auto" is "nccl".
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
         regional: compile each unit by itself, those that are alike once for all of them, and run what is around them as
-            it is: the first step does not grow with depth. Else the whole model is one graph.
+            it is: the first step does not grow with depth. With `False` the whole model is one graph. "auto" chooses at
+            the first call ([Note: one graph or blocks] in `sharding/regional.py`).
         regions: "auto" traces and lowers the code of blocks that are alike once, and calls it for each of them; "off"
             writes out every block, as `cudagraphs` does.
         cudagraphs: record each compiled graph as a CUDA graph and replay it; prefetch over a graph break and `unshard`
@@ -96,7 +104,7 @@ class Options:
     streams: str = "auto"
     lower: str = "inductor"
     cudagraphs: bool = False
-    regional: bool = False
+    regional: bool | str = "auto"
     regions: str = "auto"
     verify: bool | str = True
     passes: Callable[[Any], Any] | None = dataclasses.field(
@@ -135,7 +143,9 @@ class Options:
                 raise ConfigError(f"{name} must be a floating-point torch.dtype or None, got {value!r}.")
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
             raise ConfigError(f"mesh must be a DeviceMesh or None, got {type(self.mesh).__name__}.")
-        for name in ("separate_reduce_scatter_group", "cudagraphs", "regional"):
+        if self.regional not in (True, False, "auto"):
+            raise ConfigError(f'regional must be True, False or "auto", got {self.regional!r}.')
+        for name in ("separate_reduce_scatter_group", "cudagraphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.inductor, Mapping):
@@ -186,6 +196,11 @@ class Options:
     @property
     def _launches_as_fsdp2(self) -> bool:
         return self.schedule == "fsdp2" or (self.schedule is None and self.lower == "eager")
+
+    @property
+    def wants_one_graph(self) -> bool:
+        """Whether something is set that only a graph of the whole model has: a schedule, passes, a budget, ..."""
+        return any(getattr(self, f.name) != f.default for f in dataclasses.fields(self) if f.name not in _OF_ANY_GRAPH)
 
     @property
     def one_line_only(self) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from fxshard import hardware
@@ -18,12 +17,11 @@ from fxshard.compile.one_line import first_call
 from fxshard.compile.variants import lower
 from fxshard.cost import measured
 from fxshard.errors import ConfigError, FxshardError
-from fxshard.hardware import HardwareSpec
 from fxshard.ir.memory_budget import GIB
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
 from fxshard.passes.refuse_writes import refuse_writes
-from fxshard.runtime import eager, mesh_axes, rank_check
+from fxshard.runtime import eager, rank_check
 from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.frame import Frame
 from fxshard.sharding.sharded_module import plain_module, units_under
@@ -61,13 +59,15 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     flats = dynamo.flats_of(example_inputs)
     unsharded = dynamo.unsharded_parameters(gm, example_inputs)
     if flats:
-        if options.regional and len({id(home.unit) for home in flats.values()}) > 1:
+        if options.regional is True and len({id(home.unit) for home in flats.values()}) > 1:
             raise ConfigError(dynamo.REGIONAL_OF_A_FUNCTION)
         _require_one_way(options, flats)
         first_call.require_no_replicas(unsharded, flats)
         return _compile(gm, example_inputs, flats, options)
     if unsharded:
-        first_call.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
+        first_call.shard_root(
+            gm, example_inputs, unsharded, options
+        )  # returns only where there is nothing to shard over
     first_call.require_all_ranks(dynamo.parameters_of(gm, example_inputs))
     _refuse_writes_of_plain(gm, example_inputs)
     return compile_plain(gm, example_inputs, options)
@@ -124,7 +124,7 @@ def _compile(
         plan,
         returned=captured.returned,
         reduced_separately=captured.reduced_separately,
-        hardware=_hardware(options, flats, device),
+        hardware=measured.numbers_of((home.unit for home in flats.values()), options.hardware),
         unsharded_budget_bytes=None if budget is None else int(budget * GIB),
         resident_budget_bytes=int(options.resident_gib * GIB),
         max_late=options.reduce_scatter_max_input_buffers - 1,
@@ -137,16 +137,6 @@ def _compile(
     names = [key or "root" for key in plan.units if key not in plan.in_subgroups]
     _log.info("captured %d units: %s", len(names), ", ".join(names))
     return frame
-
-
-def _hardware(options: Options, flats: dict[int, Home], device: torch.device) -> HardwareSpec:
-    """Return what the cost model counts on: what the options name, else what the ranks have agreed on."""
-    if options.hardware is not None:
-        return hardware.load(options.hardware)
-    units = {id(home.unit): home.unit for home in flats.values()}.values()
-    groups = [group for unit in units for group in mesh_axes.groups(unit.mesh)]
-    groups += [group for unit in units for m in unit.members if m.tensor_parallel for group in m.tensor_parallel.groups]
-    return measured.numbers_for(groups, device)
 
 
 def _require_one_way(options: Options, flats: dict[int, Home]) -> None:

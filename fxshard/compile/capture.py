@@ -45,7 +45,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], flats: Mapping[in
                 "compiled model from outside: torch.func.grad(compiled), not torch.compile(torch.func.grad(model))."
             )
     dynamo.refuse_replaced_parameters()
-    if not options.regional:  # else a unit is read in one call only
+    if options.regional is not True:  # else a unit is read in one call only
         _warn_of_parts(plan, found)
     return Capture(
         plan=plan,

@@ -17,7 +17,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
-from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.errors import UnsupportedGraph
 from fxshard.live_objects import instances_of
 from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.parameters import TRACED
@@ -107,6 +107,21 @@ def roots_of(gm: fx.GraphModule) -> list[nn.Module]:
     return [r for r in roots.values() if not any(r is not o and r in list(o.modules()) for o in roots.values())]
 
 
+def arguments_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors that the traced call was given, in the order in which the graph has them."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [
+        value
+        for node, value in zip(placeholders, example_inputs, strict=True)
+        if isinstance(value, Tensor) and _is_argument(list(_bases(getattr(node, "_dynamo_source", None))))
+    ]
+
+
+def _is_argument(sources: list[Any]) -> bool:
+    is_input = bool(sources) and getattr(sources[-1], "is_input", False)
+    return is_input and not any(isinstance(_value_of(source), nn.Module) for source in sources)
+
+
 def uncast_arguments(gm: fx.GraphModule, dtype: torch.dtype, casting: set[str]) -> list[str]:
     """Name the floating-point tensors of other dtypes that the traced call of a model was given, as `x: float32`.
 
@@ -115,10 +130,8 @@ def uncast_arguments(gm: fx.GraphModule, dtype: torch.dtype, casting: set[str]) 
     found = []
     for node in gm.graph.find_nodes(op="placeholder"):
         value, sources = node.meta["example_value"], list(_bases(getattr(node, "_dynamo_source", None)))
-        is_argument = bool(sources) and getattr(sources[-1], "is_input", False)
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype and is_argument:
-            is_cast = all(casting & _modules_around(user) for user in node.users)
-            if not is_cast and not any(isinstance(_value_of(source), nn.Module) for source in sources):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
+            if not all(casting & _modules_around(user) for user in node.users) and _is_argument(sources):
                 found.append(f"{source_name(node)}: {str(value.dtype).removeprefix('torch.')}")
     return found
 
@@ -165,13 +178,13 @@ def allow_again() -> Callable[[], None]:
     return lambda: set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
-def compiled_model(root: nn.Module) -> nn.Module:
-    """Return what was given the backend for `root`: itself by `root.compile()`, or the wrapper of `torch.compile`."""
+def compiled_model(root: nn.Module) -> nn.Module | None:
+    """Return what was given the backend for `root`: itself by `root.compile()`, or the wrapper of `torch.compile`.
+
+    `None` where that is a function which calls it.
+    """
     wrappers = [each for each in instances_of(OptimizedModule) if each._orig_mod is root]
-    for each in (root, *wrappers):
-        if is_compiled_by(each, "fxshard"):
-            return each
-    raise ConfigError(REGIONAL_OF_A_FUNCTION)
+    return next((each for each in (root, *wrappers) if is_compiled_by(each, "fxshard")), None)
 
 
 def compiled_around(part: nn.Module) -> nn.Module | None:

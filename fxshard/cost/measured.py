@@ -42,6 +42,7 @@ from fxshard.errors import ConfigError
 from fxshard.hardware import HardwareSpec
 from fxshard.ranks.rendezvous import Rendezvous, is_alone
 from fxshard.runtime import gloo, mesh_axes
+from fxshard.runtime.unit import Unit
 
 TIMEOUT_S = 5.0
 """Seconds that a rank waits for the others: as much as building a model may take longer on one than on another."""
@@ -94,6 +95,16 @@ def numbers_for(groups: Iterable[object], device: torch.device) -> HardwareSpec:
     if found is None and whole:
         found = known.get(_key(whole[:1], device.type))
     return found or hardware.of_device(device)
+
+
+def numbers_of(units: Iterable[Unit], given: str | None = None) -> HardwareSpec:
+    """What the ranks of these units count on: what an option names, else what they have agreed on."""
+    if given is not None:
+        return hardware.load(given)
+    several = list({id(unit): unit for unit in units}.values())
+    groups = [group for unit in several for group in mesh_axes.groups(unit.mesh)]
+    groups += [g for unit in several for m in unit.members if m.tensor_parallel for g in m.tensor_parallel.groups]
+    return numbers_for(groups, several[0].device)
 
 
 def measure(mesh: DeviceMesh, progress: Callable[[str], None]) -> tuple[HardwareSpec, Path]:

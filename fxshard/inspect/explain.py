@@ -26,7 +26,8 @@ from fxshard.options import parse
 from fxshard.passes import pipeline
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.unit import Unit
-from fxshard.sharding.sharded_module import plain_module, units_under
+from fxshard.sharding import regional
+from fxshard.sharding.sharded_module import plain_module, states_under, units_under
 
 DEFAULT_HARDWARE = "h100"
 
@@ -100,7 +101,11 @@ def explained(
             frames=frames,
             saves_all=saves_all,
         )
-        fake_model.compile(capture, args, kwargs, by_block=parsed.regional)
+        by_block = parsed.regional is True or (
+            parsed.regional == "auto"
+            and regional.prefers_blocks(states_under(fake_model.model), parsed, (args, kwargs))
+        )
+        fake_model.compile(capture, args, kwargs, by_block=by_block)
     except torch_private.NO_VALUE as error:
         raise reads_values(name, error) from error
     if not frames:

@@ -12,27 +12,48 @@ given. The one-line form shards in the middle of the first trace, which is of th
 frame, and breaks its graph at blocks that it meets in frames inside. The model was not sharded when
 that call began, so no scope is open: until the next call, parameters are read as after a forward, [Note: after a
 forward] in `runtime/eager.py`.
+
+[Note: one graph or blocks]
+With "auto", the default, a model is compiled block by block if that costs its steps nothing to speak of: it has at
+least `MIN_BLOCKS` blocks that are alike, no option asks for one graph, and the launches of such a block take at most
+`MAX_SHARE` of its compute. Then each graph hides its own launches, and one graph of all blocks would gain at most 2 %
+(docs/adr/0019-repeated-blocks.md). It is chosen in the first call, for good, by the tokens of that call on the rank
+that comes first; all ranks do the same. A call that does not tell its tokens leaves one graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 import torch.compiler.config
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fxshard import torch_private
-from fxshard.runtime import uncompiled_warning
+from fxshard.cost import measured
+from fxshard.cost.blocks import transfers_per_compute
+from fxshard.errors import ConfigError
+from fxshard.options import Options, parse
+from fxshard.ranks.rendezvous import Rendezvous, is_alone
+from fxshard.runtime import mesh_axes, uncompiled_warning
 from fxshard.torch_private import CompiledWith
 
 if TYPE_CHECKING:
+    from fxshard.runtime.unit import Unit
     from fxshard.sharding.sharded_module import ModuleState
+
+MIN_BLOCKS: Final = 8
+"""Blocks that are alike from which on one graph takes much longer to compile."""
+
+MAX_SHARE: Final = 0.25
+"""How much of a block's compute its launches may take, so that it is compiled by itself."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,20 +70,24 @@ class CompiledCalls:
     runs: dict[int, Callable[..., Any]] = field(default_factory=dict)
     blocks: set[int] = field(default_factory=set)  # ids of those that are functions of their own
     has_blocks: bool = False  # whether there are any; a trace may read this, where ids would be guarded
+    chosen: bool | None = None  # of a model: whether "auto" is block by block, once it was chosen
 
 
-def compile_as_wanted(places: ShardedModules, callback: Any) -> None:
-    """Compile a model block by block, or as a whole again, as the call wants that is about to run under `callback`."""
+def compile_as_wanted(places: ShardedModules, callback: Any, inputs: object) -> None:
+    """Compile a model block by block, or as a whole again, as the call wants that is about to run under `callback`.
+
+    `inputs` are its arguments.
+    """
     for _, state in places.values():
         for unit in state.units:
             if unit.plan.reshard_after_forward:  # a first call of the one-line form had begun it
                 unit.step.after_forward.end()
-    _compile_as(places, _ours(places[""][0], callback))
+    _compile_as(places, _ours(places[""][0], callback), inputs)
 
 
-def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Callable[[], None]) -> bool:
+def begin_in_first_call(places: ShardedModules, compiled: nn.Module, inputs: object, then: Callable[[], None]) -> bool:
     """Compile the blocks of a model that its first call has sharded; `then` is called before a block runs."""
-    if not _compile_as(places, _ours(compiled)):
+    if not _compile_as(places, _ours(compiled), inputs):
         return False
     for module, state in places.values():
         for unit in state.units:
@@ -89,17 +114,72 @@ def _preceded(by: Callable[[], None], run: Callable[..., Any]) -> Callable[..., 
     return cast("Callable[..., Any]", torch.compiler.disable(call))
 
 
-def _compile_as(places: ShardedModules, compiled_with: CompiledWith | None) -> bool:
+def _compile_as(places: ShardedModules, compiled_with: CompiledWith | None, inputs: object) -> bool:
     """Compile block by block or not, as the options of a backend say, and return which."""
     if compiled_with is None:
         return False
     backend, fullgraph = compiled_with
-    options = backend.kwargs.get("options") or {}
-    if options.get("regional"):
-        options = {**options, "regional": False}
-        return compile_blocks(places, backend="fxshard", options=options, dynamic=backend.dynamic, fullgraph=fullgraph)
+    given = backend.kwargs.get("options") or {}
+    by_block = given.get("regional", "auto")
+    if by_block == "auto":
+        with contextlib.suppress(ConfigError):  # the backend raises it
+            by_block = not fullgraph and _chosen(places, parse(given), inputs)
+    if by_block is True:
+        given = {**given, "regional": False}
+        return compile_blocks(places, backend="fxshard", options=given, dynamic=backend.dynamic, fullgraph=fullgraph)
     _forget_blocks(places)
     return False
+
+
+def _chosen(places: ShardedModules, options: Options, inputs: object) -> bool:
+    """Choose for all ranks, in the first call, and keep to it; see [Note: one graph or blocks]."""
+    model, state = places[""]
+    units = _units_of_alike(places)
+    if options.wants_one_graph or not units:
+        return False
+    if state.compiled.chosen is None:
+        found = str(_is_hidden(units, inputs, options.hardware))
+        if not is_alone():
+            ranks = mesh_axes.ranks_of(units[0].mesh)
+            found = Rendezvous(f"regional/{type(model).__qualname__}", ranks, again=True).decide(found)
+        state.compiled.chosen = found == str(True)
+        if state.compiled.chosen:
+            _log.info("fxshard: %s is compiled block by block; regional=False makes one graph.", type(model).__name__)
+    return state.compiled.chosen
+
+
+def prefers_blocks(places: ShardedModules, options: Options, inputs: object) -> bool:
+    """Return what a rank alone chooses for "auto"; `inputs` are the arguments of the call."""
+    units = _units_of_alike(places)
+    return bool(units) and not options.wants_one_graph and _is_hidden(units, inputs, options.hardware)
+
+
+def _is_hidden(units: Sequence[Unit], inputs: object, hardware: str | None) -> bool:
+    numbers = measured.numbers_of(units, hardware)
+    return transfers_per_compute((unit.plan for unit in units), _tokens(inputs), numbers) <= MAX_SHARE
+
+
+def _units_of_alike(places: ShardedModules) -> list[Unit]:
+    """Return the units in one of the blocks that are alike; none if these are too few, or the model has several meshes.
+
+    Ranks that share one mesh may not share the other, and so could not agree.
+    """
+    kinds = {name: _kind(*places[name]) for name in _blocks_of(places)}
+    count = Counter(kinds.values())
+    most = max(kinds, key=lambda name: count[kinds[name]], default="")
+    groups = {unit.plan.group for _, state in places.values() for unit in state.units}
+    if not most or count[kinds[most]] < MIN_BLOCKS or len(groups) > 1:
+        return []
+    inside = [name for name in places if name == most or name.startswith(f"{most}.")]
+    return [unit for name in inside for unit in places[name][1].units]
+
+
+def _tokens(inputs: object) -> int:
+    """Count the tokens of a call: of ids [batch, tokens], else of embeddings [batch, tokens, width]; 0 if neither."""
+    tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.dtype != torch.bool]
+    ids = [each.numel() for each in tensors if not each.is_floating_point() and each.dim() <= 2]
+    embedded = [each.numel() // each.shape[-1] for each in tensors if each.is_floating_point() and each.dim() == 3]
+    return int(max(ids or embedded, default=0))
 
 
 def compile_blocks(places: ShardedModules, **kwargs: Any) -> bool:

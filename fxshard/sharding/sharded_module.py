@@ -420,7 +420,7 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = No
         compiled_by, known = callback or module._compiled_call_impl, state.compiled
         if compiled_by is not None and compiled_by is not known.options_from and id(module) not in known.blocks:
             known.options_from = compiled_by
-            regional.compile_as_wanted(states_under(module), callback)
+            regional.compile_as_wanted(states_under(module), callback, (args, kwargs))
         for unit in state.nested:
             unit.check()
         if state.nested:

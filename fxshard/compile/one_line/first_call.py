@@ -13,6 +13,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import fx, nn
@@ -53,7 +54,9 @@ def _not_ignored(unsharded: dict[str, nn.Parameter], units: Iterable[Unit]) -> l
     return [name for name, parameter in unsharded.items() if parameter not in ignored]
 
 
-def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: Options) -> None:
+def shard_root(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], unsharded: dict[str, nn.Parameter], options: Options
+) -> None:
     """Shard the model whose parameters entered `gm`, and start the capture again; see [Note: the one-line path].
 
     Returns only for one rank, and where all of `unsharded` are to be left whole.
@@ -69,6 +72,8 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
     _require_cast(gm, roots, options)
     _require_ready(roots, unsharded)
     by_block = {root: dynamo.compiled_model(root) for root in roots} if options.regional else {}
+    if options.regional is True and None in by_block.values():
+        raise ConfigError(dynamo.REGIONAL_OF_A_FUNCTION)
     require_plain({name: p for root in roots for name, p in root.named_parameters()})
     for root in roots:
         shard_module.require_shardable(dict(root.named_parameters()), mesh)
@@ -84,8 +89,9 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         if options.hardware is None:
             measured.agree(mesh)
         _shard(root, mesh, options)
-    then = dynamo.allow_again()
-    if any([regional.begin_in_first_call(states_under(root), each, then) for root, each in by_block.items()]):
+    then, inputs = dynamo.allow_again(), dynamo.arguments_of(gm, example_inputs)
+    compiled = {root: each for root, each in by_block.items() if each is not None}
+    if any([regional.begin_in_first_call(states_under(root), each, inputs, then) for root, each in compiled.items()]):
         dynamo.leave("fxshard compiles the model block by block")
     dynamo.restart("fxshard sharded the model")
 

@@ -20,7 +20,7 @@ class DemoConfig:
     out: Path  # Folder that receives the graphs; it exists
     steps: int = 30
     model: str = "gpt"
-    batch_size: int = 4
+    batch_size: int = 2
     seq_len: int = 128
     lower: str = "inductor"
     seed: int = 0

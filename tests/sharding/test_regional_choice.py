@@ -1,0 +1,135 @@
+"""One graph or blocks: what `regional="auto"` chooses, and that all ranks choose the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxshard import explain, fully_shard, hardware
+from fxshard.compile.backend import frames_of
+from fxshard.cost.blocks import transfers_per_compute
+from fxshard.ir.plan import ParameterSpec, UnitPlan, lay_out
+from fxshard.sharding.regional import MIN_BLOCKS
+from fxshard.testing import emulated_link
+from tests.models import FeedForward
+from tests.ranks import group_folder, two_ranks
+
+IDS = torch.arange(600).reshape(2, 300) % 10
+
+
+class Blocks(nn.Module):
+    """Blocks that are alike, on token ids or on embeddings."""
+
+    def __init__(self, num_blocks: int = MIN_BLOCKS, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, width)
+        self.blocks = nn.ModuleList(FeedForward(width, 16) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.is_floating_point() else self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def link(bytes_per_s: float, folder: Path) -> str:
+    """Write what a machine on such a link can do, without latencies, and return the path."""
+    free = dict.fromkeys(("link_latency", "launch_overhead", "kernel_overhead"), 0.0)
+    spec = dataclasses.replace(hardware.load("cpu"), link_bandwidth=bytes_per_s, **free)
+    path = folder / f"{bytes_per_s}.json"
+    path.write_text(spec.to_json())
+    return str(path)
+
+
+def is_by_block(model: nn.Module, x: Tensor, *, whole_call: bool = False, **options: Any) -> bool:
+    """Call the model, and return whether each graph has one unit."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="fxshard", options={"lower": "eager", **options}, fullgraph=whole_call)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), compiled(x))
+    return {len(frame.plan.units) for frame in frames_of(model)} == {1}
+
+
+def shard(model: Blocks) -> Blocks:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def test_counts_products_and_launches() -> None:
+    spec = dataclasses.replace(
+        hardware.load("cpu"), peak_flops={"f32": 1e9}, gemm_efficiency=(), link_bandwidth=1e6, link_latency=1e-3
+    )
+    spec = dataclasses.replace(spec, launch_overhead=0.0, hop_latency=0.0, ranks_per_node=0)
+    weights = [ParameterSpec(fqn=name, shape=shape, dtype=torch.float32, trainable=True) for name, shape in SHAPES]
+    unit = UnitPlan(fqn="block", shards=lay_out(weights, 2), world_size=2, group="0")
+    compute = 6 * (64 * 32) * 100 / 1e9  # the bias costs nothing
+    gather = 1e-3 + (64 * 32 + 64) * 4 / 2 / 1e6
+    assert transfers_per_compute([unit], 100, spec) == pytest.approx(3 * gather / compute)
+    kept = dataclasses.replace(unit, reshard_after_forward=False, reduce_dtype=torch.bfloat16)
+    reduction = 1e-3 + (64 * 32 + 64) * 2 / 2 / 1e6
+    assert transfers_per_compute([kept], 100, spec) == pytest.approx((gather + reduction) / compute)
+    assert transfers_per_compute([unit], 0, spec) == float("inf")
+    assert transfers_per_compute([dataclasses.replace(unit, world_size=1)], 100, spec) == 0
+
+
+SHAPES = [("weight", (64, 32)), ("bias", (64,))]
+
+
+@pytest.mark.parametrize("one_line", [False, True])
+def test_chooses_blocks_where_they_hide_their_launches(one_line: bool, tmp_path: Path) -> None:
+    def model(num_blocks: int = MIN_BLOCKS) -> nn.Module:
+        return Blocks(num_blocks) if one_line else shard(Blocks(num_blocks))
+
+    fast, slow = link(1e15, tmp_path), link(1e6, tmp_path)
+    with emulated_link(2):
+        assert is_by_block(model(), IDS, hardware=fast)
+        assert not is_by_block(model(), IDS, hardware=slow)
+        assert not is_by_block(model(MIN_BLOCKS - 1), IDS, hardware=fast)
+        assert not is_by_block(model(), IDS, hardware=fast, regional=False)
+        assert is_by_block(model(), IDS, hardware=slow, regional=True)
+
+
+def test_leaves_one_graph_where_the_call_or_an_option_says_so(tmp_path: Path) -> None:
+    fast = link(1e15, tmp_path)
+    with emulated_link(2):
+        assert is_by_block(shard(Blocks()), torch.randn(2, 300, 8), hardware=fast)
+        assert not is_by_block(shard(Blocks()), torch.randn(600, 8), hardware=fast)  # nothing says how many tokens
+        assert not is_by_block(shard(Blocks()), IDS, hardware=fast, whole_call=True)
+        for option in ({"bucket": "unit"}, {"memory_budget_gib": 1.0}, {"passes": lambda pipeline: pipeline}):
+            assert not is_by_block(shard(Blocks()), IDS, hardware=fast, **option)
+
+
+def test_keeps_what_the_first_call_chose(tmp_path: Path) -> None:
+    fast = link(1e9, tmp_path)
+    with emulated_link(2):
+        model = shard(Blocks(width=16))
+        assert is_by_block(model, IDS.repeat(50, 1), hardware=fast)
+        assert is_by_block(model, IDS[:, :1], hardware=fast)
+        assert not is_by_block(shard(Blocks(width=16)), IDS[:, :1], hardware=fast)
+
+
+def test_explain_shows_what_would_run(tmp_path: Path) -> None:
+    frames = [
+        {len(frame.plan.units) for frame in explain(Blocks(), IDS, world_size=2, options={"hardware": each}).frames}
+        for each in (link(1e15, tmp_path), link(1e6, tmp_path))
+    ]
+    assert frames == [{1}, {MIN_BLOCKS + 1}]
+
+
+@two_ranks
+@pytest.mark.parametrize("one_line", [False, True])
+def test_ranks_with_unlike_batches_choose_the_same(one_line: bool) -> None:
+    """By itself rank 0 would choose one graph, and rank 1 blocks."""
+    mine = IDS[:, :1] if dist.get_rank() == 0 else IDS.repeat(50, 1)
+    model = Blocks(width=16)
+    found = is_by_block(model if one_line else shard(model), mine, hardware=link(1e9, group_folder()))
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, found)
+    assert both[0] == both[1]
