@@ -122,7 +122,7 @@ def cost_of(
         optimizer: the name of one that the model was traced with; default: the first one.
     """
     outer, called = planned_frames(model, hardware, schedule, {} if known is None else known)
-    clock, steps = Clock(hardware), ShardSteps(sharded := model.blocks or model.outer, hardware, optimizer)
+    clock, steps = Clock(), ShardSteps(sharded := model.blocks or model.outer, hardware, optimizer)
     clock.run_all([outer.forward, outer.backward], microbatches=accumulation, reduces_each=reduces_each)
     trained, _ = sharded.trained_bytes
     stepping = steps.seconds(*sharded.trained_bytes)
