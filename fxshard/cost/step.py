@@ -82,19 +82,21 @@ class GraphOfStep:
         resident: bool = False,
         in_subgroups: Collection[str] = (),
         reduces_at_once: bool = False,
+        hands_over: bool = True,
     ) -> None:
         """`timeline` is that of `graph`; `calls` are the graphs that run in the place of some of its nodes.
 
         With `copies_out` parameters are copied out of what was gathered, as FSDP2 does; `resident` ones are gathered in
         the first microbatch alone. `names` are those of what `calls` stand for, `stage` is "forward" or "backward";
         both decide nothing. `in_subgroups` are units of which backward sends what forward has kept. With
-        `reduces_at_once` compute stands until a reduction is done, as FSDP2's does where it has no streams.
+        `reduces_at_once` compute stands until a reduction is done, as FSDP2's does where it has no streams. Unless the
+        graph `hands_over`, it makes its own launches and no others.
         """
         self.graph, self.timeline, self.calls = graph, timeline, calls or {}
         self.names, self.stage, self.resident = names or {}, stage, resident
         self.reduces_at_once = reduces_at_once
         groups = launch_groups.groups_of(graph, GATHERS)
-        hands_over = bool(groups) and _is_handed_over(groups[0], in_subgroups)
+        hands_over = hands_over and bool(groups) and _is_handed_over(groups[0], in_subgroups)
         launches = [launch_groups.group_of(launch).nodes for group in groups for launch in group.launches]
         self.ahead = tuple(launches[0]) if hands_over else ()
         self.first = tuple(node for node in self.ahead if node in timeline.queues)
