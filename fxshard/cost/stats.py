@@ -36,7 +36,7 @@ class GraphStats:
         reduced_bytes: of all reduce_scatters' whole buffers, without those.
         copied_bytes: of all copies between host and device.
         flops: of matrix products, convolutions and attention.
-        compute_seconds: sum over the nodes.
+        compute_seconds: sum over the nodes, without copies and casts on side streams.
         comm_seconds: sum over the launches.
         exposed_seconds: how long compute stands at waits.
         peak_bytes: the most that is live at once, without what is on the host.
@@ -119,7 +119,7 @@ def graph_stats(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec, *, don
     """
     sizes = sizes_of(graph, plan, donated=donated)
     timeline = Timeline(sizes, hardware)
-    compute = timeline.compute.values()
+    compute = timeline.compute
     launches = [*timeline.launches.values(), *itertools.chain(*timeline.inside.values())]
     return GraphStats(
         num_nodes=len(sizes.live.nodes),
@@ -127,10 +127,10 @@ def graph_stats(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec, *, don
         gathered_bytes=Sum(launch.nbytes for launch in launches if launch.label == "all_gather").total,
         reduced_bytes=Sum(launch.nbytes for launch in launches if launch.label == "reduce_scatter").total,
         copied_bytes=Sum(cost.nbytes for cost in timeline.copies.values()).total,
-        flops=Sum(cost.flops for cost in compute).total,
-        compute_seconds=Sum(cost.seconds for cost in compute).total,
+        flops=Sum(cost.flops for cost in compute.values()).total,
+        compute_seconds=Sum(cost.seconds for node, cost in compute.items() if node not in timeline.queues).total,
         comm_seconds=Sum(launch.seconds for launch in launches).total,
-        exposed_seconds=timeline.critical_path(timeline.run()).exposed,
+        exposed_seconds=timeline.exposed(timeline.run()),
         peak_bytes=peak_bytes(sizes, _on_device(sizes, plan)),
         unsharded_peak_bytes=peak_bytes(sizes, unsharded_storages(sizes.live)),
         world_size=sizes.point.world_size,

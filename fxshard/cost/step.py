@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import fx
 
+from fxshard.cost.bucket_sizes import copy_seconds
 from fxshard.cost.timeline import Timeline
-from fxshard.hardware import HardwareSpec
 from fxshard.ir import launch_groups, ops
 from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS
 from fxshard.ir.launch_groups import LaunchGroup
@@ -82,19 +82,21 @@ class GraphOfStep:
         resident: bool = False,
         in_subgroups: Collection[str] = (),
         reduces_at_once: bool = False,
+        hands_over: bool = True,
     ) -> None:
         """`timeline` is that of `graph`; `calls` are the graphs that run in the place of some of its nodes.
 
         With `copies_out` parameters are copied out of what was gathered, as FSDP2 does; `resident` ones are gathered in
         the first microbatch alone. `names` are those of what `calls` stand for, `stage` is "forward" or "backward";
         both decide nothing. `in_subgroups` are units of which backward sends what forward has kept. With
-        `reduces_at_once` compute stands until a reduction is done, as FSDP2's does where it has no streams.
+        `reduces_at_once` compute stands until a reduction is done, as FSDP2's does where it has no streams. Unless the
+        graph `hands_over`, it makes its own launches and no others.
         """
         self.graph, self.timeline, self.calls = graph, timeline, calls or {}
         self.names, self.stage, self.resident = names or {}, stage, resident
         self.reduces_at_once = reduces_at_once
         groups = launch_groups.groups_of(graph, GATHERS)
-        hands_over = bool(groups) and _is_handed_over(groups[0], in_subgroups)
+        hands_over = hands_over and bool(groups) and _is_handed_over(groups[0], in_subgroups)
         launches = [launch_groups.group_of(launch).nodes for group in groups for launch in group.launches]
         self.ahead = tuple(launches[0]) if hands_over else ()
         self.first = tuple(node for node in self.ahead if node in timeline.queues)
@@ -119,12 +121,9 @@ class GraphRun(NamedTuple):
     name: str  # of the block that it is, "" of what is around the blocks
 
 
-def step_time(graphs: Sequence[GraphOfStep], hardware: HardwareSpec | None = None) -> StepTime:
-    """Run graphs one after the other; the step ends once all that they launched is done.
-
-    Without `hardware` the host is always ahead, and collectives take nothing from compute.
-    """
-    clock = Clock(hardware)
+def step_time(graphs: Sequence[GraphOfStep]) -> StepTime:
+    """Run graphs one after the other as `Timeline.run` runs one; the step ends once all that they launched is done."""
+    clock = Clock(is_slowed=False)
     clock.run_all(graphs)
     return StepTime(clock.now, clock.exposed)
 
@@ -134,7 +133,7 @@ class Clock:
     """How far a step has come.
 
     Attributes:
-        hardware: for what the host and collectives do to compute; `None`: nothing.
+        is_slowed: whether the host, and collectives that run, slow compute.
         reduces: whether the graph that runs reduces gradients, or leaves them for a later microbatch.
         again: whether an earlier microbatch of the step has run.
         now: seconds since it began.
@@ -147,7 +146,7 @@ class Clock:
         intervals: what happened when.
     """
 
-    hardware: HardwareSpec | None = None
+    is_slowed: bool = True
     reduces: bool = True
     again: bool = False
     now: float = 0.0
@@ -201,7 +200,8 @@ class Clock:
             elif needed:
                 self._wait(needed, *_latest_launch(timeline, needed))
                 if node in graph.copies:
-                    copied = 2 * timeline.launched_bytes(graph.copies[node]) / timeline.hardware.memory_bandwidth
+                    nbytes = timeline.launched_bytes(graph.copies[node])
+                    copied = copy_seconds(nbytes, timeline.hardware, is_kernel=False)
                     self._compute(copied, 0, run, (here, here), "copy out")
         end = len(timeline.nodes)
         self._compute(timeline.compute_seconds - began, graph.num_kernels - kernels, run, (place, end))
@@ -220,8 +220,8 @@ class Clock:
 
     def _compute(self, seconds: float, kernels: int, run: int, places: tuple[int, int], name: str = COMPUTE) -> None:
         start = self.now
-        if self.hardware is not None:
-            self.host += kernels * self.hardware.host_overhead
+        if self.is_slowed:
+            self.host += kernels * self.runs[run].graph.timeline.hardware.host_overhead
         busy = sorted((each.end, each.share) for each in self.last.values() if each.end > start)
         while busy:
             speed = max(1 - sum(share for _, share in busy), 0.1)
@@ -257,7 +257,7 @@ class Clock:
 
     def _launch(self, timeline: Timeline, node: fx.Node, ready: float, run: int) -> Interval:
         queue = timeline.queues[node]
-        if self.hardware is not None and (seconds := timeline.host_seconds.get(node, 0.0)):
+        if self.is_slowed and (seconds := timeline.host_seconds.get(node, 0.0)):
             self._stand(f"launch of {timeline.launches[node].label}", self.now + seconds)
         start = max(self.now, ready, self.last[queue].end if queue in self.last else 0.0)
         self.last[queue] = Interval(
@@ -267,7 +267,7 @@ class Clock:
             end=start + timeline.seconds[node],
             run=run,
             node=node,
-            share=timeline.shares.get(node, 0.0),
+            share=timeline.shares.get(node, 0.0) * self.is_slowed,
             launched=self.now,
         )
         self.intervals.append(self.last[queue])

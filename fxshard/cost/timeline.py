@@ -68,19 +68,12 @@ class Timing:
     last_stop: Stop | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CriticalPath:
-    """What a schedule takes: seconds until the last node has run, and how many of them compute stood at waits.
-
-    See [Note: expressions along a branch].
-    """
-
-    total: Quantity
-    exposed: Quantity
-
-
 class Timeline:
-    """A graph on the clock, to be asked again and again."""
+    """A graph on the clock, to be asked again and again.
+
+    A run of it compares schedules, in expressions, and so leaves out what `Clock` of `cost/step.py` has: that the host
+    and collectives slow compute, and what other graphs have left on the queues.
+    """
 
     def __init__(self, sizes: Sizes, hardware: HardwareSpec, *, fuses: bool = False) -> None:
         """Cost every node of a graph once; `fuses` as of `ComputeModel`."""
@@ -203,26 +196,22 @@ class Timeline:
                     transfers[self._launch_of.get(transfer.node, transfer.node)].exposed += exposed
         return Timing(transfers=transfers, last_stop=stop)
 
-    def critical_path(self, timing: Timing) -> CriticalPath:
-        """Exposed time is what the path spends on queues, less the compute that it does not pass through."""
-        total, exposed = Sum(), Sum()
-        on_main = self.compute.keys() - self.queues.keys()
-        beside = {i: self._quantities[node] for node, i in self._places.items() if node in on_main}
-        place, stop = len(self._places), timing.last_stop
-        while True:
-            for i in reversed(range(stop.place if stop else 0, place)):
-                total.add(beside.pop(i, 0))
-            if stop is None:
-                break
+    def exposed(self, timing: Timing) -> Quantity:
+        """Return how long compute stands at waits; see [Note: expressions along a branch].
+
+        It is what the path spends on queues, less the compute that stands beside these.
+        """
+        exposed, nodes, stop = Sum(), list(self._places), timing.last_stop
+        while stop is not None:
             for transfer in stop.cause.chain():
-                total.add(self._quantities[transfer.node])
                 exposed.add(self._quantities[transfer.node])
-            place, stop = transfer.place, transfer.stop
-        for seconds in beside.values():
-            exposed.add(seconds, -1)
+            for node in nodes[transfer.place : stop.place]:
+                if node in self.compute and node not in self.queues:
+                    exposed.add(self._quantities[node], -1)
+            stop = transfer.stop
         for launch in (launch for waited in self.inside.values() for launch in waited):
             exposed.add(launch.seconds)
-        return CriticalPath(total=total.total, exposed=exposed.total)
+        return exposed.total
 
     def _events(self, moved: Mapping[fx.Node, fx.Node]) -> Iterable[tuple[int, fx.Node]]:
         """Launches, copies and waits in the order of a schedule, each with the place where it stands."""

@@ -110,10 +110,9 @@ def least_seconds(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> f
         elif node in to_come:
             longest = max(longest, late + compute + _on_link(timeline, to_come))
             to_come.remove(node)
-        if node in timeline.compute and node not in goes_up | goes_down:
+        if node in timeline.compute and node not in goes_up | goes_down | timeline.queues.keys():
             compute += timeline.seconds[node]
-    everything = sum(timeline.seconds[node] for node in timeline.compute)
-    return max(longest, late + compute, everything, _on_link(timeline, waited))
+    return max(longest, late + compute, timeline.compute_seconds, _on_link(timeline, waited))
 
 
 def _on_link(timeline: Timeline, launches: Collection[fx.Node]) -> float:

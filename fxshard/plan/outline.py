@@ -13,12 +13,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -115,8 +116,8 @@ def outline(
     A model without blocks is traced as a whole. What is around blocks runs uncompiled under all options.
 
     Raises:
-        ConfigError: a block returns something else than tensors, is called more than once, or runs without gradients
-            and has a backward.
+        ConfigError: a block returns something else than tensors, is called more than once, runs without gradients
+            and has a backward, or is in a checkpoint with others; attention has dropout.
         Exception: as `explain` raises.
     """
     blocks, steps = blocks_of(model), optimizers or {"AdamW": adamw}
@@ -130,24 +131,19 @@ def outline(
     around = copy.deepcopy(model, dict(calls))
     outer = _in_one_graph(trace(around, options=_uncompiled(options), saves_all=True))
     forward, backward = (outer.frames[0].running(stage).graph for stage in ("forward", "backward"))
+    fqns = tuple(names[id(block)] for block, _ in called)
     again = {number_of(node) for node in forward.nodes if node.meta.get("recompute") in _AGAIN}
+    _refuse_together(outer.frames[0].graphs["dynamo"]["captured"].graph, again, fqns)
     model = checkpointed(model, [block for i, (block, _) in enumerate(called) if i in again])
     traced = trace(model, options={**options, "regional": True}, saves_all=saves_all, optimizers=steps)
-    order = order_of(traced, fqns := tuple(names[id(block)] for block, _ in called))
+    order = order_of(traced, fqns)
     for number in backward_numbers(backward).values():
         if "backward" not in traced.frames[order[number]].scheduled:
             raise ConfigError(
                 f"{fqns[number]} is trained, but its forward runs without gradients, as under torch.no_grad() and in "
                 "reentrant checkpoints: use checkpoint(..., use_reentrant=False)."
             )
-    return OutlinedModel(
-        model=model,
-        outer=outer,
-        blocks=traced,
-        order=order,
-        names=fqns,
-        calls=tuple(calls.values()),
-    )
+    return OutlinedModel(model=model, outer=outer, blocks=traced, order=order, names=fqns, calls=tuple(calls.values()))
 
 
 def backward_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -160,6 +156,18 @@ def _uncompiled(options: Mapping[str, Any]) -> dict[str, Any]:
     spec = hardware.load(options.get("hardware") or DEFAULT_HARDWARE)
     spec = dataclasses.replace(spec, gather_tensor_overhead=copy_seconds(ALONE_BYTES, spec) / 2)
     return {**options, "lower": "eager", "schedule": "fsdp2", "hardware": spec.to_json()}
+
+
+def _refuse_together(captured: fx.Graph, again: Collection[int | None], fqns: Sequence[str]) -> None:
+    """Refuse checkpoints that call several of these blocks."""
+    for node in captured.find_nodes(op="get_attr"):
+        body = getattr(captured.owning_module, str(node.target), None)
+        calls = map(number_of, body.graph.nodes) if isinstance(body, fx.GraphModule) else ()
+        if len(numbers := [number for number in calls if number is not None and number in again]) > 1:
+            raise ConfigError(
+                f"{', '.join(fqns[number] for number in numbers)} are called in one checkpoint, and a plan knows only "
+                "checkpoints of one block: checkpoint each block by itself."
+            )
 
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -185,6 +193,20 @@ def _in_one_graph(outer: Explanation) -> Explanation:
             "gradients on."
         )
     return outer
+
+
+class _NoAttentionDropout(TorchFunctionMode):
+    """Refuse dropout inside of attention, which the CPU of a trace computes by products of whole matrices."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        is_attention = func is torch.nn.functional.scaled_dot_product_attention
+        if is_attention and (args[4] if len(args) > 4 else given.get("dropout_p")):
+            raise ConfigError(
+                "the model has dropout inside of scaled_dot_product_attention, which a plan would count as products of "
+                "whole matrices: build it with an attention dropout of 0, which takes a GPU about as long."
+            )
+        return func(*args, **given)
 
 
 def _called(
@@ -215,7 +237,7 @@ def _called(
 
     handles = [replica.of(block).register_forward_hook(functools.partial(note, block)) for block in blocks]
     try:
-        with replica.faking(), torch.no_grad():
+        with replica.faking(), torch.no_grad(), _NoAttentionDropout():
             cast = {name: p.to(dtype) for name, p in fake.named_parameters() if dtype and p.is_floating_point()}
             torch.func.functional_call(fake, cast, fake_args, fake_kwargs)
     except torch_private.NO_VALUE as error:

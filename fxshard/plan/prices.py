@@ -18,7 +18,6 @@ import numpy as np
 from fxshard.cost.solver import Array, Choice, PolicyProblem
 from fxshard.cost.step import COMPUTE, Clock, GraphOfStep, Interval
 from fxshard.cost.step_memory import FrameMemory, MemoryUse, memory_of_frame, memory_of_step
-from fxshard.hardware import HardwareSpec
 from fxshard.plan.policies import Policy, TracedPolicies
 from fxshard.plan.run import PlannedFrame, ShardSteps
 
@@ -34,9 +33,9 @@ class _GraphPrice(NamedTuple):
     behind: Seconds  # while the graph behind it runs
 
 
-def _price(graph: GraphOfStep, hardware: HardwareSpec, *, again: bool, reduces: bool) -> _GraphPrice:
+def _price(graph: GraphOfStep, *, again: bool, reduces: bool) -> _GraphPrice:
     begun = {n: Interval(stream=graph.timeline.queues[n], name=n.name, start=0, end=0, node=n) for n in graph.first}
-    clock = Clock(hardware, again=again, reduces=reduces, begun=begun)
+    clock = Clock(again=again, reduces=reduces, begun=begun)
     clock.run(graph, None)
     ahead, inside, behind = (collections.defaultdict[str, float](float) for _ in range(3))
     inside[COMPUTE] = clock.now
@@ -56,7 +55,7 @@ class Prices:
     """Builds the problem of a traced model; see [Note: prices of policies]."""
 
     def __init__(self, traced: TracedPolicies) -> None:
-        self.traced, self.hardware = traced, traced.hardware
+        self.traced = traced
         self.of_policy = [traced.frames_of(picks) for picks in traced.all_alike()]
         self.outer, self.called = self.of_policy[0]
         self.steps = ShardSteps(traced.blocks, traced.hardware)
@@ -133,7 +132,7 @@ class Prices:
         found = self._nothing()
         for start, (again, reduces) in zip(self.starts, self.turns, strict=True):
             for graph, at in zip((frame.forward, frame.backward), places, strict=True):
-                price = _price(graph, self.hardware, again=again, reduces=reduces)
+                price = _price(graph, again=again, reduces=reduces)
                 where = (self._beside(at, -1), self.use.calls[at].begins, self._beside(at, 1))
                 for of, there in zip(price, where, strict=True):
                     for name, seconds in of.items():

@@ -18,6 +18,7 @@ from fxshard.cost.timeline import Timeline
 from fxshard.hardware import HardwareSpec, describes
 from fxshard.inspect.explanation import Explanation, FrameExplanation
 from fxshard.ir.planned_block import number_of
+from fxshard.options import parse
 from fxshard.plan.outline import OutlinedModel, backward_numbers
 
 GIB = 2**30
@@ -37,6 +38,11 @@ class PlannedSchedule:
     options: Mapping[str, Any]
     fuses: bool = True
     is_fsdp2: bool = False
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether a graph launches the first gather of the next one."""
+        return parse(self.options).chosen_prefetch not in (0, "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +128,7 @@ def cost_of(
         optimizer: the name of one that the model was traced with; default: the first one.
     """
     outer, called = planned_frames(model, hardware, schedule, {} if known is None else known)
-    clock, steps = Clock(hardware), ShardSteps(sharded := model.blocks or model.outer, hardware, optimizer)
+    clock, steps = Clock(), ShardSteps(sharded := model.blocks or model.outer, hardware, optimizer)
     clock.run_all([outer.forward, outer.backward], microbatches=accumulation, reduces_each=reduces_each)
     trained, _ = sharded.trained_bytes
     stepping = steps.seconds(*sharded.trained_bytes)
@@ -243,7 +249,7 @@ def _planned(
     there, back = ({node: called[i] for node, i in each.items()} for each in numbers)
     called_as = {node: names[i] for each in numbers for node, i in each.items()}
     given: dict[str, Any] = {"copies_out": schedule.is_fsdp2, "names": called_as, "resident": resident}
-    given["in_subgroups"] = frame.plan.in_subgroups
+    given |= {"in_subgroups": frame.plan.in_subgroups, "hands_over": schedule.hands_over}
     given["reduces_at_once"] = schedule.is_fsdp2 and describes(hardware, "cpu")
     sizes, sizes_back = (sizes_of(g, frame.plan, donated=g is graphs[1]) for g in graphs)
     timeline, timeline_back = (Timeline(each, hardware, fuses=fuses) for each in (sizes, sizes_back))

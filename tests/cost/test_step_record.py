@@ -32,8 +32,8 @@ def gathers(products: int, *, hardware: HardwareSpec = HARDWARE) -> GraphOfStep:
     return GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), hardware), stage="forward")
 
 
-def recorded(graph: GraphOfStep, hardware: HardwareSpec | None = None, times: int = 1, **given: object) -> StepRecord:
-    clock = Clock(hardware)
+def recorded(graph: GraphOfStep, times: int = 1, **given: object) -> StepRecord:
+    clock = Clock()
     clock.run_all([graph] * times)
     fields = {"standing": {}, "changes": (), "seconds": clock.now, **given}
     return StepRecord(intervals=clock.intervals, runs=clock.runs, **fields)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_what_is_exposed_in_several_microbatches_is_one_launch() -> None:
 
 def test_a_late_host_is_a_wait_of_its_own_that_exposes_nothing() -> None:
     slow = dataclasses.replace(HARDWARE, host_overhead=2 * TRANSFER)
-    record = recorded(gathers(1, hardware=slow), slow)
+    record = recorded(gathers(1, hardware=slow))
     assert record.exposed == []
     assert [each.name for each in record.stands] == ["wait for the host"] * 2
     assert [kernel.seconds for kernel in record.kernels()] == [SECONDS, SECONDS]

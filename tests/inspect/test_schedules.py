@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import ConfigError, MixedPrecisionPolicy, explain, explanation_of
 from fxshard.cost.sizes import sizes_of
+from fxshard.cost.step import GraphOfStep, step_time
 from fxshard.cost.timeline import Timeline
 from fxshard.hardware import BUILTIN, HardwareSpec
 from fxshard.inspect.explanation import FrameExplanation
@@ -191,6 +192,18 @@ def test_no_schedule_shown_is_faster_than_the_bound(model: str, hardware: Hardwa
 
 
 # ---- the schedules
+
+
+@pytest.mark.parametrize("streams", ["nccl", "side"])
+def test_a_schedule_takes_as_long_as_on_the_clock_of_steps(streams: str) -> None:
+    (frame,) = explained(TwoLayers, 8, streams=streams, param_dtype=torch.bfloat16, hardware="h100").frames
+    for stage in frame.scheduled:
+        timeline = Timeline(sizes_of(graph := frame.running(stage).graph, frame.plan), frame.hardware)
+        assert any(node in timeline.queues for node in timeline.compute) == (streams == "side")
+        expected = step_time([GraphOfStep(graph, timeline)])
+        compiled = by_name(frame, stage)["compiled"]
+        assert (compiled.seconds, compiled.exposed_seconds) == pytest.approx(expected)
+        assert frame.lower_bound(stage) <= compiled.seconds
 
 
 @pytest.mark.slow

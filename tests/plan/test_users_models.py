@@ -111,7 +111,46 @@ def test_a_reentrant_checkpoint_is_named_with_the_fix() -> None:
         cost(Reentrant)
 
 
+class CheckpointedTogether(Checkpointed):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run(nn.Sequential(*self.blocks[:2]), self.first(x))
+        return self.last(self.run(self.blocks[2], x)).sum()
+
+
+def test_a_checkpoint_around_several_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^blocks\.0, blocks\.1 are called in one checkpoint.*each block by itself"):
+        cost(CheckpointedTogether)
+
+
+class Attending(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (x @ self.weight).view(1, 4, ROWS, -1)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).reshape(x.shape)
+
+
+@pytest.mark.parametrize("base", [Stack, slow(Checkpointed)])
+def test_dropout_inside_of_attention_is_refused(base: type[Stack]) -> None:
+    def make() -> nn.Module:
+        model = base()
+        model.blocks = nn.ModuleList(Attending() for _ in range(2))
+        return model
+
+    with pytest.raises(ConfigError, match=r"dropout inside of scaled_dot_product_attention.*attention dropout of 0"):
+        cost(make)
+
+
 # ---- what runs where
+
+
+def test_without_prefetch_no_graph_launches_for_the_next_one() -> None:
+    how = dataclasses.replace(SCHEDULES["FSDP2"], options={**SCHEDULES["FSDP2"].options, "prefetch": "off"})
+    model, args = build()
+    options = {**how.options, "hardware": DEVICE.to_json()}
+    given = outline(model, args, {}, world_size=RANKS, options=options, saves_all=True)
+    record = cost_of(given, DEVICE, how, tokens=ROWS, dtype=torch.float32).record
+    gathers = [each for each in record.launches if "all_gather" in record.label(each)]
+    assert len(gathers) == 2 * LAYERS + 1
+    assert all(each.needed == each.launched for each in gathers)
 
 
 class Chain(Block):
