@@ -94,7 +94,6 @@ class HardwareSpec:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Reject numbers that no hardware has."""
         if not isinstance(self.name, str) or not isinstance(self.source, str):
             raise ConfigError(f"hardware {self.name!r}: name and source must be texts, got source={self.source!r}.")
         if not self.peak_flops:

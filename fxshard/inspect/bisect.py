@@ -61,7 +61,6 @@ class BitDifference:
     window: str = field(repr=False)
 
     def __str__(self) -> str:
-        """A sentence, and the graph around the node."""
         return (
             f"{self.pass_name} is the first pass to change a bit: in the {self.stage} graph of frame {self.frame}, "
             f"{self.node} differs by up to {self.max_difference:g}.\n{self.window}"
@@ -201,7 +200,6 @@ class _Bisection:
         self._left: dict[str, dict[str, PerRank]] = {}
 
     def first(self, number: int) -> BitDifference | None:
-        """The first difference in this frame, which is the `number`-th."""
         for records in self._history.stages.values():
             before: tuple[PassResult, AllRanksRun] | None = None
             for record, previous, only_reorders in self._suspects([*records.values()]):

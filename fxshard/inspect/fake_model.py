@@ -60,7 +60,6 @@ class MeshSize(NamedTuple):
         return cls(*numbers)
 
     def __str__(self) -> str:
-        """As messages have it."""
         return f"{self.shards}" if self.replicas == 1 else f"{self.replicas} x {self.shards}"
 
 

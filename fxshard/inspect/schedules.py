@@ -47,7 +47,6 @@ class Schedule:
     unsharded_peak_bytes: int  # the most that unsharded parameters take
 
     def __str__(self) -> str:
-        """One line, in microseconds."""
         return (
             f"{self.name}: {self.seconds * 1e6:,.0f} us, {self.exposed_seconds * 1e6:,.0f} us of it exposed; "
             f"{self.unsharded_peak_bytes:,} B unsharded"

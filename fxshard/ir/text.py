@@ -99,7 +99,6 @@ def _names(graph: fx.Graph) -> Names:
 
 
 def _wanted_name(node: fx.Node) -> str | None:
-    """Return what an input should be called; see [Note: printed names]."""
     if node.op != "placeholder":
         return None
     if flat := _flat_of(node):

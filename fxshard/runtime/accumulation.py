@@ -37,7 +37,6 @@ class Accumulation:
     """What one unit has accumulated; see [Note: accumulators]."""
 
     def __init__(self, unit: Unit) -> None:
-        """Nothing waits."""
         self._unit = unit
         self.waiting: set[SlotIndex] = set()  # the parameters with gradients that were not reduced
         self._buffers: dict[int, Tensor] = {}  # by shard: all its parameters, one after the other

@@ -196,7 +196,6 @@ class ForwardDispatch(Dispatch):
     """The variants of a forward graph, or of one without backward."""
 
     def __init__(self, *args: Any) -> None:
-        """As for any; the frame announces each of its calls."""
         super().__init__(*args)
         self._next: tuple[Variant, list[Tensor], Units] | None = None
         self._frame.begin = self._begin

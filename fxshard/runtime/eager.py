@@ -83,7 +83,6 @@ class _Scope:
 
     @property
     def watched(self) -> list[_Watched]:
-        """What must stay as it was gathered."""
         return [*self.returned, *(each for gather in self.gathered.values() for each in gather.watched)]
 
     def require_unchanged(self) -> None:
@@ -289,7 +288,6 @@ class _UnitRead:
     """
 
     def __init__(self, unit: Unit, slot: SlotIndex, *, in_parts: bool, after_forward: bool) -> None:
-        """Launch all parts, and take that of one parameter."""
         self.unit, self._after_forward = unit, after_forward
         self.parameters: Parameters = {}
         self.watched: list[_Watched] = []
@@ -313,7 +311,6 @@ class _UnitRead:
             return [_Part(unit, *each) for each in (first, *launching)]
 
     def parameter(self, slot: SlotIndex) -> Tensor:
-        """Return a parameter; wait for it if nothing of its part was taken."""
         if slot not in self.parameters:
             with self._waiting():
                 self._take(slot)
@@ -356,7 +353,6 @@ class _Part:
         self.shards = list(dict.fromkeys(i for i, _ in self.slots))
 
     def wait(self) -> list[Tensor]:
-        """Return the parameters."""
         unit, reads = self.unit, [slot for segment in self._segments for slot in segment]
         with profiler_ranges.of_wait(unit.fqn):
             found = collectives.parameters_in(self.launched, unit.plan, self._segments, reads)

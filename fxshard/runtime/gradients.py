@@ -49,7 +49,6 @@ class GradientSink:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], plan: ShardPlan) -> None:
-        """One sink per flat; `parameters` in slot order."""
         self.parameters = list(parameters)
         self.plan = plan
         # With replicas: whether the all_reduce is still to come, and what then becomes of a gradient.

@@ -82,13 +82,11 @@ class LateGradients:
     """The late gradients of one model; see [Note: late gradients]."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._in_flight: list[tuple[Reduction, LateGradient]] = []  # oldest first
         self._late: dict[tuple[GradientSink, int | None], LateGradient] = {}
         self._marks: weakref.WeakValueDictionary[int | None, BackwardMark] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
-        """How many reductions are in flight."""
         return len(self._in_flight)
 
     def begin(self, backward: int | None) -> BackwardMark:

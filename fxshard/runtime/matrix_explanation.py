@@ -46,7 +46,6 @@ class MatrixExplanation:
         return cls(title, owners)
 
     def __str__(self) -> str:
-        """One line per rank."""
         from rich.console import Console
         from rich.table import Table
 

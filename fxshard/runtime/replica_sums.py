@@ -36,7 +36,6 @@ class ReplicaSums:
     """What one unit has reduced and not averaged over its replicas; see [Note: replica sums]."""
 
     def __init__(self, unit: Unit) -> None:
-        """Nothing waits."""
         self._unit = unit
         self._sums: dict[int, Tensor] = {}  # by shard
         self._slots: dict[int, set[int]] = {}  # the parameters with a gradient in it

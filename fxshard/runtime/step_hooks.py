@@ -319,7 +319,6 @@ class StepHooks:
     """The hooks around all optimizers' steps, one pair for all models."""
 
     def __init__(self) -> None:
-        """Watch nothing yet."""
         # the optimizers whose steps launch the first gather of the next forward.
         self.overlapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.models: weakref.WeakSet[ModelContext] = weakref.WeakSet()  # that live

@@ -100,7 +100,6 @@ def _is_library(code: CodeType) -> bool:
 
 
 def _is_wanted(reader: FrameType) -> bool:
-    """Whether the user keeps this frame from Dynamo."""
     disabled = reader.f_back is not None and reader.f_back.f_code is torch_private.CALLS_WHAT_IS_DISABLED
     return disabled or not (
         torch_private.was_given_to_dynamo(reader.f_code) or torch_private.was_made_by_dynamo(reader.f_code)

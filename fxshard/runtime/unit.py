@@ -47,7 +47,6 @@ class UnitStep:
     """What runs one unit, and what of it waits."""
 
     def __init__(self, unit: Unit) -> None:
-        """Nothing runs or waits."""
         self.frames = weakref.WeakKeyDictionary[Any, None]()  # the captured graphs that read it, in their order
         self.stages = weakref.WeakSet[Any]()  # of a pipeline, that have it and are in a step
         self.accumulation, self.replica_sums = Accumulation(unit), ReplicaSums(unit)  # gradients that wait

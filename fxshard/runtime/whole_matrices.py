@@ -88,7 +88,6 @@ class WholeMatrices(Optimizer):
         bucket_mib: float | None = None,
         over_replicas: bool | None = None,
     ) -> None:
-        """Take over the groups, the state and the hooks of an optimizer."""
         self._given = optimizer
         if away := [state for state in optimizer.state.values() if isinstance(state, AwayState)]:
             away[0].refuse()
@@ -119,7 +118,6 @@ class WholeMatrices(Optimizer):
         return self._current_plan().matrices
 
     def __getattr__(self, name: str) -> Any:
-        """What the optimizer has besides."""
         if name == "_given":
             raise AttributeError(name)
         return getattr(self._given, name)

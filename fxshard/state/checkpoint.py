@@ -135,8 +135,6 @@ def _require_kinds(model: object, optim: object) -> None:
 
 
 class _Saving:
-    """What one rank saves."""
-
     def __init__(self, path: object, model: nn.Module, optim: Optimizer | None, extra: Any) -> None:
         self._path, self._model, self._optim = path, model, optim
         self.extra = extra
@@ -220,8 +218,6 @@ def _finish(folder: Path, target: Path, finished: Manifest) -> None:
 
 
 class _Loading:
-    """What one rank loads, beside model and optimizer until it is complete."""
-
     def __init__(self, path: object, model: nn.Module, optim: Optimizer | None) -> None:
         self._path, self._model, self._optim = path, model, optim
         self.extra: Any = None

@@ -110,8 +110,6 @@ class _Description(NamedTuple):
 
 @dataclass(eq=False)
 class _Held:
-    """What this rank holds of an optimizer's state."""
-
     names: ParameterNames
     state: OptimizerState  # its tensors are taken out
     shards: dict[KeyPath, LocalShard]  # those of parameters, in the order of ids

@@ -47,7 +47,6 @@ class WeightBucket:
     offsets: tuple[int, ...]  # of first bytes; without a gap between weights if they have one dtype
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name with a view of the buffer."""
         for name, shape, dtype, offset in zip(self.names, self.shapes, self.dtypes, self.offsets, strict=True):
             yield name, self.buffer[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
@@ -61,7 +60,6 @@ class FullWeights(Iterator[tuple[str, Tensor]]):
         self._items = (pair for bucket in self._buckets for pair in bucket)
 
     def __next__(self) -> tuple[str, Tensor]:
-        """Return the next name, and a view that is valid until the one after it."""
         return next(self._items)
 
     def buckets(self) -> Iterator[WeightBucket]:
