@@ -21,6 +21,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from fxshard.sharding.sharded_module import ModuleState
 
 _log = logging.getLogger(__name__)
+
+_HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 ShardedModules = Mapping[str, "tuple[nn.Module, ModuleState]"]
 """The sharded modules of a model by their names in it, outer ones first; its own is \"\"."""
@@ -97,12 +100,24 @@ def _compile_as(places: ShardedModules, compiled_with: CompiledWith | None) -> b
     options = backend.kwargs.get("options") or {}
     if options.get("regional"):
         options = {**options, "regional": False}
-        return compile_blocks(places, backend="fxshard", options=options, dynamic=backend.dynamic, fullgraph=fullgraph)
+        given = {"options": options, "dynamic": backend.dynamic, "fullgraph": fullgraph}
+        return compile_blocks(places, backend.compiler_fn, **given)
     _forget_blocks(places)
     return False
 
 
-def compile_blocks(places: ShardedModules, **kwargs: Any) -> bool:
+@dataclass(frozen=True)
+class _WithHooks:
+    """A backend for blocks with these hooks inside; Dynamo shares graphs among equal backends."""
+
+    backend: Callable[..., Any]
+    hooks: tuple[Any, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.backend(*args, **kwargs)
+
+
+def compile_blocks(places: ShardedModules, backend: Callable[..., Any], **kwargs: Any) -> bool:
     """Have each block run as a compiled function, and the model around them as it is; return whether there are any."""
     _forget_blocks(places)
     blocks = [places[name] for name in _blocks_of(places)]
@@ -113,10 +128,13 @@ def compile_blocks(places: ShardedModules, **kwargs: Any) -> bool:
             type(places[""][0]).__name__,
         )
         return False
-    kinds = len({_kind(*block) for block in blocks})
-    for module, state in blocks:
-        call = torch_private.uncompiled_call(module)
-        state.compiled.runs[id(module)] = cast(Any, torch.compile)(call, **kwargs, **_recompile_limit(kinds))
+    hooks = [_hooks_inside(module) for module, _ in blocks]
+    kinds = len({_kind(*block) for block in blocks}) + sum(map(bool, hooks))
+    for (module, state), inside in zip(blocks, hooks, strict=True):
+        call, own = torch_private.uncompiled_call(module), _WithHooks(backend, inside) if inside else backend
+        state.compiled.runs[id(module)] = cast(Any, torch.compile)(
+            call, backend=own, **kwargs, **_recompile_limit(kinds)
+        )
         state.compiled.blocks.add(id(module))
         state.compiled.has_blocks = True
     model, state = places[""]
@@ -163,3 +181,11 @@ def _blocks_of(places: ShardedModules) -> list[str]:
 def _kind(module: nn.Module, state: ModuleState) -> tuple[type[nn.Module], tuple[str, ...]]:
     """What two blocks have in common that may share a graph."""
     return type(module), tuple(unit.plan.sharing_key for unit in state.units)
+
+
+def _hooks_inside(block: nn.Module) -> tuple[Any, ...]:
+    """Return the hooks of the modules in a block: Dynamo traces them, but does not guard that there are none."""
+    parts = ((name, part) for name, part in block.named_modules() if name)
+    return tuple(
+        (name, i, hook) for name, part in parts for i, kind in enumerate(_HOOKS(part)) for hook in kind.values()
+    )

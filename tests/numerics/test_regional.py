@@ -252,6 +252,18 @@ def test_two_models_of_one_class_run_as_unsharded_from_the_first_call(options: d
                 torch.testing.assert_close(compiled(x), plain(x), rtol=1e-12, atol=1e-12)
 
 
+def test_a_hook_inside_one_of_several_blocks_that_are_alike_runs_in_that_one() -> None:
+    torch._dynamo.reset()
+    calls = []
+    with emulated_link(2):
+        model = sharded(Deep, 3)
+        cast(FeedForward, model.blocks[1]).up.register_forward_hook(lambda *_: calls.append(1))
+        compiled: Any = torch.compile(model, backend="fxshard", options=REGIONAL)
+        for step in range(1, 3):
+            compiled(torch.arange(6)).sum().backward()
+            assert len(calls) == step
+
+
 @pytest.mark.parametrize("options", [EAGER, REGIONAL])
 def test_two_parts_may_share_blocks(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
