@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -33,6 +34,7 @@ from fxshard.inspect.replica import Replica
 from fxshard.ir.collectives import ALONE_BYTES
 from fxshard.ir.planned_block import is_backward, number_of, planned_block, text_of
 from fxshard.plan.optimizers import adamw
+from fxshard.sharding.mixed_precision import cast_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +200,9 @@ def _called(
     """Run the model on fake tensors; return its blocks in the order of their calls, and what each returned."""
     replica = Replica(torch.device("cpu"))
     fake = replica.copy(model, "the model")
-    fake_args, fake_kwargs = replica.copy((args, kwargs), "the arguments")
     dtype = options.get("param_dtype")  # in which a block's results are, once its parameters are gathered
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    fake_args, fake_kwargs = replica.copy((args, kwargs), "the arguments")
     found: dict[int, tuple[nn.Module, tuple[str, Any]]] = {}
 
     def note(block: nn.Module, module: nn.Module, inputs: Any, result: Any) -> None:
@@ -213,7 +216,11 @@ def _called(
             raise ConfigError(f"{name} is called more than once in a forward, which a plan cannot count yet.")
         found[id(block)] = (block, (text_of(leaves), structure))
 
+    def cast_to(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_inputs(policy, args, kwargs)
+
     handles = [replica.of(block).register_forward_hook(functools.partial(note, block)) for block in blocks]
+    handles += [replica.of(each).register_forward_pre_hook(cast_to, with_kwargs=True) for each in (model, *blocks)]
     try:
         with replica.faking(), torch.no_grad():
             cast = {name: p.to(dtype) for name, p in fake.named_parameters() if dtype and p.is_floating_point()}

@@ -128,7 +128,10 @@ def cost_of(
     stepping = steps.seconds(*sharded.trained_bytes)
     memory = memory_of_step(
         outer.memory,
-        steps.standing_bytes(sharded.device_bytes, trained, sum(frame.resident_bytes for frame in called)),
+        {
+            **steps.standing_bytes(sharded.device_bytes, trained, sum(frame.resident_bytes for frame in called)),
+            "buffers": sharded.buffer_bytes,
+        },
         stepping=steps.buffer_bytes,
         gradients=trained if accumulation > 1 else 0,
         own_streams=schedule.is_fsdp2,
