@@ -201,7 +201,6 @@ def _called(
     replica = Replica(torch.device("cpu"))
     fake = replica.copy(model, "the model")
     dtype = options.get("param_dtype")  # in which a block's results are, once its parameters are gathered
-    policy = MixedPrecisionPolicy(param_dtype=dtype)
     fake_args, fake_kwargs = replica.copy((args, kwargs), "the arguments")
     found: dict[int, tuple[nn.Module, tuple[str, Any]]] = {}
 
@@ -216,22 +215,23 @@ def _called(
             raise ConfigError(f"{name} is called more than once in a forward, which a plan cannot count yet.")
         found[id(block)] = (block, (text_of(leaves), structure))
 
-    def cast_to(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_inputs(policy, args, kwargs)
-
-    handles = [replica.of(block).register_forward_hook(functools.partial(note, block)) for block in blocks]
-    handles += [replica.of(each).register_forward_pre_hook(cast_to, with_kwargs=True) for each in (model, *blocks)]
+    for block in blocks:
+        replica.of(block).register_forward_hook(functools.partial(note, block))
+    for unit in (model, *blocks):
+        replica.of(unit).register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
     try:
         with replica.faking(), torch.no_grad():
             cast = {name: p.to(dtype) for name, p in fake.named_parameters() if dtype and p.is_floating_point()}
             torch.func.functional_call(fake, cast, fake_args, fake_kwargs)
     except torch_private.NO_VALUE as error:
         raise reads_values(type(model).__name__, error) from error
-    for handle in handles:
-        handle.remove()
     if not found:
         raise ConfigError(
             f"{type(model).__name__}.forward calls none of its {len(blocks)} blocks, which stand in ModuleLists and "
             "Sequentials; call them as modules."
         )
     return list(found.values())
+
+
+def _cast_inputs(dtype: torch.dtype | None, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast_inputs(MixedPrecisionPolicy(param_dtype=dtype), args, kwargs)
