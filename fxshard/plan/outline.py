@@ -215,8 +215,7 @@ def _called(
             raise ConfigError(f"{name} is called more than once in a forward, which a plan cannot count yet.")
         found[id(block)] = (block, (text_of(leaves), structure))
 
-    for block in blocks:
-        replica.of(block).register_forward_hook(functools.partial(note, block))
+    _ = [replica.of(block).register_forward_hook(functools.partial(note, block)) for block in blocks]
     for unit in (model, *blocks):
         replica.of(unit).register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
     try:
