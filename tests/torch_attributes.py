@@ -35,6 +35,12 @@ TORCH_ATTRIBUTES = (
         "run hooks when the gradient is set; refuse earlier hooks and hooks on a copy",
     ),
     TorchAttribute(
+        "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks",
+        "a module",
+        "sharding/regional.py",
+        "share no graph among blocks with other hooks inside",
+    ),
+    TorchAttribute(
         "_version",
         "a tensor",
         "runtime/unit.py runtime/eager.py ir/writes.py state/weights.py sharding/initial_rows.py",

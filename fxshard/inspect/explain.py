@@ -112,7 +112,7 @@ def explained(
         raise nothing_captured(name)
     found = explanation(name, units_under(fake_model.model), fake_model.replica.device, frames)
     costs = {each: _costs_of(build, fake_model, found.hardware) for each, build in optimizers.items()}
-    return dataclasses.replace(found, optimizers=costs)
+    return dataclasses.replace(found, optimizers=costs, buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()))
 
 
 def _costs_of(build: OptimizerBuilder, fake_model: FakeModel, spec: HardwareSpec) -> tuple[OptimizerCost, ...]:

@@ -163,6 +163,7 @@ class Explanation:
         device_bytes: of one rank's shards on the device; gradients and optimizer state are where their shards are.
         host_bytes: the same of those in the host's memory.
         trained_bytes: those of `device_bytes`, and of `host_bytes`, that get gradients.
+        buffer_bytes: of the model's buffers, which every rank has whole.
         offloaded: names of the units that these are of.
         optimizers: name -> what the steps of optimizers cost that were given.
         uncaptured: units that no frame reads -> bytes that are gathered of them, where code that runs uncompiled does.
@@ -178,6 +179,7 @@ class Explanation:
     device_bytes: int = 0
     host_bytes: int = 0
     trained_bytes: tuple[int, int] = (0, 0)
+    buffer_bytes: int = 0
     offloaded: tuple[str, ...] = ()
     uncaptured: Mapping[str, int] = field(default_factory=dict)
     optimizers: Mapping[str, tuple[OptimizerCost, ...]] = field(default_factory=dict)

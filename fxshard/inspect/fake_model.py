@@ -124,7 +124,7 @@ class FakeModel:
         plans = [unit.plan for unit in units_under(self.model)]
         groups = {name: size for plan in plans for name, size in plan.groups.items()}
         with torch_private.named_groups(groups), self.tracing():
-            if by_block and regional.compile_blocks(states_under(self.model), backend=backend, dynamic=False):
+            if by_block and regional.compile_blocks(states_under(self.model), backend, dynamic=False):
                 self.model(*fake_args, **fake_kwargs)
             else:
                 torch.compile(self.model, backend=backend)(*fake_args, **fake_kwargs)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
@@ -34,6 +35,7 @@ from fxshard.inspect.replica import Replica
 from fxshard.ir.collectives import ALONE_BYTES
 from fxshard.ir.planned_block import is_backward, number_of, planned_block, text_of
 from fxshard.plan.optimizers import adamw
+from fxshard.sharding.mixed_precision import cast_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +222,8 @@ def _called(
     """Run the model on fake tensors; return its blocks in the order of their calls, and what each returned."""
     replica = Replica(torch.device("cpu"))
     fake = replica.copy(model, "the model")
-    fake_args, fake_kwargs = replica.copy((args, kwargs), "the arguments")
     dtype = options.get("param_dtype")  # in which a block's results are, once its parameters are gathered
+    fake_args, fake_kwargs = replica.copy((args, kwargs), "the arguments")
     found: dict[int, tuple[nn.Module, tuple[str, Any]]] = {}
 
     def note(block: nn.Module, module: nn.Module, inputs: Any, result: Any) -> None:
@@ -235,18 +237,22 @@ def _called(
             raise ConfigError(f"{name} is called more than once in a forward, which a plan cannot count yet.")
         found[id(block)] = (block, (text_of(leaves), structure))
 
-    handles = [replica.of(block).register_forward_hook(functools.partial(note, block)) for block in blocks]
+    _ = [replica.of(block).register_forward_hook(functools.partial(note, block)) for block in blocks]
+    for unit in (model, *blocks):
+        replica.of(unit).register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
     try:
         with replica.faking(), torch.no_grad(), _NoAttentionDropout():
             cast = {name: p.to(dtype) for name, p in fake.named_parameters() if dtype and p.is_floating_point()}
             torch.func.functional_call(fake, cast, fake_args, fake_kwargs)
     except torch_private.NO_VALUE as error:
         raise reads_values(type(model).__name__, error) from error
-    for handle in handles:
-        handle.remove()
     if not found:
         raise ConfigError(
             f"{type(model).__name__}.forward calls none of its {len(blocks)} blocks, which stand in ModuleLists and "
             "Sequentials; call them as modules."
         )
     return list(found.values())
+
+
+def _cast_inputs(dtype: torch.dtype | None, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast_inputs(MixedPrecisionPolicy(param_dtype=dtype), args, kwargs)

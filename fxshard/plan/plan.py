@@ -191,7 +191,7 @@ def tokens_of(inputs: Any) -> int:
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     if not tensors:
         raise ConfigError("the model's inputs have no tensor; a plan counts tokens by the first one of whole numbers.")
-    whole = [tensor for tensor in tensors if not tensor.is_floating_point()]
+    whole = [each for each in tensors if each.dim() and not (each.is_floating_point() or each.dtype == torch.bool)]
     return whole[0].numel() if whole else tensors[0].shape[0]
 
 

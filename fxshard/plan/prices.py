@@ -89,7 +89,7 @@ class Prices:
         shards, (trained, _) = self.traced.blocks.device_bytes, self.traced.blocks.trained_bytes
         return memory_of_step(
             self.outer.memory,
-            self.steps.standing_bytes(shards, trained),
+            {**self.steps.standing_bytes(shards, trained), "buffers": self.traced.blocks.buffer_bytes},
             stepping=self.steps.buffer_bytes,
             gradients=trained if self.accumulates else 0,
             own_streams=self.traced.schedule.is_fsdp2,

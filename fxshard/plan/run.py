@@ -130,11 +130,11 @@ def cost_of(
     outer, called = planned_frames(model, hardware, schedule, {} if known is None else known)
     clock, steps = Clock(), ShardSteps(sharded := model.blocks or model.outer, hardware, optimizer)
     clock.run_all([outer.forward, outer.backward], microbatches=accumulation, reduces_each=reduces_each)
-    trained, _ = sharded.trained_bytes
-    stepping = steps.seconds(*sharded.trained_bytes)
+    trained, stepping = sharded.trained_bytes[0], steps.seconds(*sharded.trained_bytes)
+    resident = sum(frame.resident_bytes for frame in called)
     memory = memory_of_step(
         outer.memory,
-        steps.standing_bytes(sharded.device_bytes, trained, sum(frame.resident_bytes for frame in called)),
+        {**steps.standing_bytes(sharded.device_bytes, trained, resident), "buffers": sharded.buffer_bytes},
         stepping=steps.buffer_bytes,
         gradients=trained if accumulation > 1 else 0,
         own_streams=schedule.is_fsdp2,

@@ -29,6 +29,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -55,7 +56,12 @@ MIN_BLOCKS: Final = 8
 MAX_SHARE: Final = 0.25
 """How much of a block's compute its launches may take, so that it is compiled by itself."""
 
+HAS_LIMIT: Final = "recompile_limit" in inspect.signature(torch.compile).parameters
+"""Whether a function may have a limit of graphs of its own: from torch 2.13 on. Else "auto" leaves one graph."""
+
 _log = logging.getLogger(__name__)
+
+_HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 ShardedModules = Mapping[str, "tuple[nn.Module, ModuleState]"]
 """The sharded modules of a model by their names in it, outer ones first; its own is \"\"."""
@@ -89,6 +95,7 @@ def begin_in_first_call(places: ShardedModules, compiled: nn.Module, inputs: obj
     """Compile the blocks of a model that its first call has sharded; `then` is called before a block runs."""
     if not _compile_as(places, _ours(compiled), inputs):
         return False
+    places[""][1].compiled.options_from = compiled
     for module, state in places.values():
         for unit in state.units:
             unit.step.after_forward.begin()
@@ -126,8 +133,8 @@ def _compile_as(places: ShardedModules, compiled_with: CompiledWith | None, inpu
             by_block = not fullgraph and _chosen(places, parse(given), inputs)
     if by_block is True:
         given = {**given, "regional": False}
-        return compile_blocks(places, backend="fxshard", options=given, dynamic=backend.dynamic, fullgraph=fullgraph)
-    _forget_blocks(places)
+        return compile_blocks(places, backend.compiler_fn, options=given, dynamic=backend.dynamic, fullgraph=fullgraph)
+    forget_blocks(places)
     return False
 
 
@@ -162,13 +169,18 @@ def _is_hidden(units: Sequence[Unit], inputs: object, hardware: str | None) -> b
 def _units_of_alike(places: ShardedModules) -> list[Unit]:
     """Return the units in one of the blocks that are alike; none if these are too few, or the model has several meshes.
 
-    Ranks that share one mesh may not share the other, and so could not agree.
+    Ranks that share one mesh may not share the other, and so could not agree. Blocks that get a cache of keys and
+    values, and those with hooks inside, would need a graph each.
     """
     kinds = {name: _kind(*places[name]) for name in _blocks_of(places)}
     count = Counter(kinds.values())
     most = max(kinds, key=lambda name: count[kinds[name]], default="")
     groups = {unit.plan.group for _, state in places.values() for unit in state.units}
-    if not most or count[kinds[most]] < MIN_BLOCKS or len(groups) > 1:
+    if not most or count[kinds[most]] < MIN_BLOCKS or len(groups) > 1 or not HAS_LIMIT:
+        return []
+    if any(getattr(getattr(each, "config", None), "use_cache", False) for each in places[""][0].modules()):
+        return []
+    if any(_hooks_inside(places[name][0]) for name in kinds):
         return []
     inside = [name for name in places if name == most or name.startswith(f"{most}.")]
     return [unit for name in inside for unit in places[name][1].units]
@@ -182,9 +194,20 @@ def _tokens(inputs: object) -> int:
     return int(max(ids or embedded, default=0))
 
 
-def compile_blocks(places: ShardedModules, **kwargs: Any) -> bool:
+@dataclass(frozen=True)
+class _WithHooks:
+    """A backend for blocks with these hooks inside; Dynamo shares graphs among equal backends."""
+
+    backend: Callable[..., Any]
+    hooks: tuple[Any, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.backend(*args, **kwargs)
+
+
+def compile_blocks(places: ShardedModules, backend: Callable[..., Any], **kwargs: Any) -> bool:
     """Have each block run as a compiled function, and the model around them as it is; return whether there are any."""
-    _forget_blocks(places)
+    forget_blocks(places)
     blocks = [places[name] for name in _blocks_of(places)]
     if not blocks:
         _log.warning(
@@ -193,10 +216,12 @@ def compile_blocks(places: ShardedModules, **kwargs: Any) -> bool:
             type(places[""][0]).__name__,
         )
         return False
-    kinds = len({_kind(*block) for block in blocks})
-    for module, state in blocks:
-        call = torch_private.uncompiled_call(module)
-        state.compiled.runs[id(module)] = cast(Any, torch.compile)(call, **kwargs, **_recompile_limit(kinds))
+    hooks = [_hooks_inside(module) for module, _ in blocks]
+    for (module, state), inside in zip(blocks, hooks, strict=True):
+        call, own = torch_private.uncompiled_call(module), _WithHooks(backend, inside) if inside else backend
+        state.compiled.runs[id(module)] = cast(Any, torch.compile)(
+            call, backend=own, **kwargs, **_recompile_limit(len(blocks))
+        )
         state.compiled.blocks.add(id(module))
         state.compiled.has_blocks = True
     model, state = places[""]
@@ -204,14 +229,16 @@ def compile_blocks(places: ShardedModules, **kwargs: Any) -> bool:
     return True
 
 
-def _recompile_limit(kinds: int) -> dict[str, int]:
-    """Allow Dynamo `recompile_limit` graphs for each kind of block: blocks of several kinds may share a code object."""
-    if "recompile_limit" not in inspect.signature(torch.compile).parameters:  # torch 2.11
-        return {}
-    return {"recompile_limit": kinds * torch.compiler.config.recompile_limit}
+def _recompile_limit(num_blocks: int) -> dict[str, int]:
+    """Allow Dynamo `recompile_limit` graphs for each block: blocks share a code object, but each may read other values.
+
+    Hugging Face's do with a cache of keys and values: each reads its own number.
+    """
+    return {"recompile_limit": num_blocks * torch.compiler.config.recompile_limit} if HAS_LIMIT else {}
 
 
-def _forget_blocks(places: ShardedModules) -> None:
+def forget_blocks(places: ShardedModules) -> None:
+    """Let all modules run uncompiled."""
     for _, state in places.values():
         state.compiled.runs.clear()
         state.compiled.blocks.clear()
@@ -243,3 +270,11 @@ def _blocks_of(places: ShardedModules) -> list[str]:
 def _kind(module: nn.Module, state: ModuleState) -> tuple[type[nn.Module], tuple[str, ...]]:
     """What two blocks have in common that may share a graph."""
     return type(module), tuple(unit.plan.sharing_key for unit in state.units)
+
+
+def _hooks_inside(block: nn.Module) -> tuple[Any, ...]:
+    """Return the hooks of the modules in a block: Dynamo traces them, but does not guard that there are none."""
+    parts = ((name, part) for name, part in block.named_modules() if name)
+    return tuple(
+        (name, i, hook) for name, part in parts for i, kind in enumerate(_HOOKS(part)) for hook in kind.values()
+    )

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fxshard import adopt, explain, fully_shard, no_sync
 from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.sharding.regional import HAS_LIMIT
 from fxshard.sharding.sharded_module import states_under
 from fxshard.testing import emulated_link
 from tests.fake_ranks import fake_ranks
@@ -115,6 +116,46 @@ def test_blocks_that_are_alike_share_one_graph(kind: Callable[[int], Deep]) -> N
             graphs.append(sum("blocks.0" in frame.plan.units for frame in frames_of(model)))
             assert all(len(frame.plan.units) == 1 for frame in frames_of(model))
     assert graphs == [1, 1]
+
+
+class Numbered(FeedForward):
+    """A block that reads its own number, as one of transformers with a cache of keys and values does."""
+
+    number: int = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.number)
+
+
+@pytest.mark.skipif(not HAS_LIMIT, reason="torch 2.11 has one limit of graphs for all blocks")
+def test_blocks_that_read_their_own_number_have_a_graph_each() -> None:
+    """Also more of them than Dynamo compiles of one function."""
+    torch._dynamo.reset()
+    with emulated_link(2):
+        model, tokens = Deep(0), torch.arange(6)
+        model.blocks = nn.ModuleList(Numbered(8, 16) for _ in range(10))
+        for i, block in enumerate(blocks_of(model)):
+            block.__dict__["number"] = i
+            fully_shard(block)
+        fully_shard(model)
+        compiled = torch.compile(model, backend="fxshard", options=REGIONAL)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(tokens), model(tokens))
+        assert sum(frame.plan.units.keys() != {""} for frame in frames_of(model)) == 10
+
+
+def test_a_call_that_is_not_compiled_runs_as_it_is() -> None:
+    """`generate` of a model that `torch.compile` has wrapped calls the model itself."""
+    torch._dynamo.reset()
+    with emulated_link(2):
+        model, tokens = sharded(Deep, 2), torch.arange(6)
+        compiled = torch.compile(model, backend="fxshard", options=REGIONAL)
+        with torch.no_grad():
+            compiled(tokens)
+            graphs = len(frames_of(model))
+            model(tokens[:1])
+            torch.testing.assert_close(model(tokens), compiled(tokens))
+        assert len(frames_of(model)) == graphs
 
 
 def test_the_option_may_change(caplog: pytest.LogCaptureFixture) -> None:
@@ -250,6 +291,18 @@ def test_two_models_of_one_class_run_as_unsharded_from_the_first_call(options: d
             compiled: Any = torch.compile(model, backend="fxshard", options=options)
             for _ in range(2):
                 torch.testing.assert_close(compiled(x), plain(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_hook_inside_one_of_several_blocks_that_are_alike_runs_in_that_one() -> None:
+    torch._dynamo.reset()
+    calls = []
+    with emulated_link(2):
+        model = sharded(Deep, 3)
+        cast(FeedForward, model.blocks[1]).up.register_forward_hook(lambda *_: calls.append(1))
+        compiled: Any = torch.compile(model, backend="fxshard", options=REGIONAL)
+        for step in range(1, 3):
+            compiled(torch.arange(6)).sum().backward()
+            assert len(calls) == step
 
 
 @pytest.mark.parametrize("options", [EAGER, REGIONAL])

@@ -15,7 +15,7 @@ from fxshard import torch_private
 from fxshard.errors import ConfigError
 from fxshard.hardware import load
 from fxshard.plan.outline import outline
-from fxshard.plan.plan import SCHEDULES, PlanSettings, plan
+from fxshard.plan.plan import SCHEDULES, PlanSettings, plan, tokens_of
 from fxshard.plan.run import RunCost, cost_of
 from tests.pairwise import slow
 from tests.plan.models import LAYERS, ROWS, WIDTH, Block, Stack, build
@@ -213,3 +213,51 @@ def test_blocks_run_in_the_dtype_of_their_gathered_parameters() -> None:
 
     (run,) = plan(make, world_sizes=[8], batches=[1], settings=PlanSettings(schedules=("FSDP2",))).runs
     assert run.cost.flops > 0
+
+
+def test_inputs_are_cast_as_the_units_cast_them() -> None:
+    """Images in float32 come to parameters in bfloat16; a convolution takes no other dtype than its bias has."""
+
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 4, 3, padding=1)
+            self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(LAYERS))
+
+        def forward(self, images: Tensor) -> Tensor:
+            x = self.first(images)
+            for block in self.blocks:
+                x = block(x.float())
+            return x.sum()
+
+    def make(batch: int) -> tuple[nn.Module, tuple[Tensor]]:
+        with torch.device("meta"):
+            return Images(), (torch.empty(batch, 3, 8, 8),)
+
+    (run,) = plan(make, world_sizes=[8], batches=[2], settings=PlanSettings(schedules=("FSDP2",))).runs
+    assert run.cost.flops == 3 * 2 * 2 * 64 * 9 * 4 * (3 + LAYERS * 4)
+
+
+# ---- buffers
+
+
+def test_every_rank_holds_all_buffers() -> None:
+    class Table(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.empty(ROWS, 1000))
+
+    def with_tables() -> nn.Module:
+        model = Stack()
+        model.blocks = nn.ModuleList(Table() for _ in range(LAYERS))
+        return model
+
+    assert cost(with_tables).peak_bytes - cost(Stack).peak_bytes == LAYERS * ROWS * 1000 * 4
+
+
+# ---- tokens
+
+
+def test_a_mask_and_a_number_are_no_tokens() -> None:
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    assert tokens_of((torch.ones(2, 1, 16, 16, dtype=torch.bool), torch.tensor(3), tokens)) == 32
