@@ -10,15 +10,25 @@ import pytest
 import torch
 from torch import nn
 
+from fxshard import live_objects
 from fxshard.live_objects import instances_of, referrers_of
+
+THAW = vars(live_objects)["_thaw"]  # as it is until all tests are collected
+
+
+@pytest.fixture(autouse=True)
+def _thaws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Look at frozen objects, too, and leave what was thawed frozen again."""
+    monkeypatch.setattr(live_objects, "_thaw", THAW)
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["watched", "frozen"])
-def frozen(request: pytest.FixtureRequest) -> Iterator[bool]:
+def frozen(request: pytest.FixtureRequest) -> bool:
     """Whether a test is to freeze its objects."""
-    yield request.param == "frozen"
-    gc.collect()
-    gc.freeze()  # as tests/conftest.py has
+    return bool(request.param == "frozen")
 
 
 @pytest.mark.slow
