@@ -20,6 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fxshard import live_objects
 from tests.drawn import is_drawn
 
+THAW = vars(live_objects)["_thaw"]
+
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Know `--draw`, and `timeout` of pyproject.toml where pytest-timeout is not installed, as on a GPU machine."""
@@ -61,6 +63,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     vars(live_objects)["_thaw"] = lambda: None
+
+
+@pytest.fixture
+def thaws() -> Iterator[None]:
+    """Have fxshard find frozen objects, too, as it does in programs: the functions of a test's module are frozen."""
+    vars(live_objects)["_thaw"] = THAW
+    yield
+    pytest_collection_finish()
 
 
 @pytest.fixture

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
-from fxshard import live_objects
 from fxshard.live_objects import instances_of, referrers_of
 
-THAW = vars(live_objects)["_thaw"]  # as it is until all tests are collected
-
-
-@pytest.fixture(autouse=True)
-def _thaws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Look at frozen objects, too, and leave what was thawed frozen again."""
-    monkeypatch.setattr(live_objects, "_thaw", THAW)
-    yield
-    gc.collect()
-    gc.freeze()
+pytestmark = pytest.mark.usefixtures("thaws")
 
 
 @pytest.fixture(params=["watched", "frozen"])
