@@ -17,7 +17,10 @@ from torch._dynamo import guards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fxshard import live_objects
 from tests.drawn import is_drawn
+
+THAW = vars(live_objects)["_thaw"]
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -53,14 +56,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from looking through what importing all tests has made, again and again."""
+    """Keep the garbage collector from looking through what importing all tests has made, again and again.
+
+    Nor is fxshard to look through it for what a test has made, as it does where a program has frozen its objects.
+    """
     gc.collect()
     gc.freeze()
+    vars(live_objects)["_thaw"] = lambda: None
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _frozen_again() -> None:
-    """Freeze anew what a module before this one has thawed: fxshard's search for live objects does."""
+@pytest.fixture
+def thaws() -> Iterator[None]:
+    """Have fxshard find frozen objects, too, as it does in programs: the functions of a test's module are frozen."""
+    vars(live_objects)["_thaw"] = THAW
+    yield
     pytest_collection_finish()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,13 +11,13 @@ from torch import nn
 
 from fxshard.live_objects import instances_of, referrers_of
 
+pytestmark = pytest.mark.usefixtures("thaws")
+
 
 @pytest.fixture(params=["watched", "frozen"])
-def frozen(request: pytest.FixtureRequest) -> Iterator[bool]:
+def frozen(request: pytest.FixtureRequest) -> bool:
     """Whether a test is to freeze its objects."""
-    yield request.param == "frozen"
-    gc.collect()
-    gc.freeze()  # as tests/conftest.py has
+    return bool(request.param == "frozen")
 
 
 @pytest.mark.slow

@@ -179,6 +179,7 @@ def test_an_explanation_keeps_no_module_alive() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("thaws")
 def test_a_compiled_model_goes_on_without_compiling_again(mesh: DeviceMesh) -> None:
     model = shard(TwoLayers(), mesh)
     compiled = compiled_by_us(model, lower="eager")

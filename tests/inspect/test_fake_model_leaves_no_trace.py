@@ -32,6 +32,8 @@ from tests.inspect.fake_models import (
     traced_shadow,
 )
 
+pytestmark = pytest.mark.usefixtures("thaws")
+
 
 def state_of(model: nn.Module) -> dict[str, Any]:
     """All that a caller can see of a model; tensors by identity, version and value."""

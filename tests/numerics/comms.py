@@ -241,17 +241,14 @@ def calls_of(system: System, compiled: bool) -> tuple[Counter[Call], Counter[int
     return Counter(gather.calls + reduce.calls), Counter(gather.allocated + reduce.allocated)
 
 
-def get_what_they_get_in_fsdp2(bucket: str | float, prefetch: int | str) -> None:
+def get_what_they_get_in_fsdp2(compiled: bool, **options: Any) -> None:
     """Whatever the options say: the same calls. A backward that reads nothing of a unit does not gather it."""
-    theirs = calls_of(FSDP2, True)
-    systems = [(fxshard_system(lower=lower, bucket=bucket, prefetch=prefetch), True) for lower in ("eager", "inductor")]
-    for system, compiled in (*systems, (fxshard_system(), False)):
-        ours = calls_of(system, compiled)
-        assert not ours[0] - theirs[0]
-        assert not ours[1] - theirs[1]
-        left_out = theirs[0] - ours[0]
-        assert {what for what, *_ in left_out} <= {"gather"}
-        assert left_out.total() <= 2
+    theirs, ours = calls_of(FSDP2, True), calls_of(fxshard_system(**options), compiled)
+    assert not ours[0] - theirs[0]
+    assert not ours[1] - theirs[1]
+    left_out = theirs[0] - ours[0]
+    assert {what for what, *_ in left_out} <= {"gather"}
+    assert left_out.total() <= 2
 
 
 def sharded(gather: Any = None, reduce: Any = None, *, compiled: bool = True, **options: Any) -> nn.Module:

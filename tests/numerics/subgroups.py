@@ -27,10 +27,7 @@ from tests.numerics.harness import (
     check_inductor,
     compile_each_block,
     compile_module,
-    fxshard_system,
     only_shard,
-    start,
-    train_step,
     with_a_break,
 )
 from tests.numerics.microbatches import kept, several
@@ -56,8 +53,7 @@ def changed(run: Run, step: int) -> None:
 
 
 def backward_gathers_over_two_ranks() -> None:
-    run = start(MLP_BY_TWO, fxshard_system())
-    train_step(run, 0)
+    run = check(MLP_BY_TWO)
     (frame,) = fxshard.explanation_of(run.model).frames
     launches = {kind: frame.collectives(kind) for kind in ("forward", "backward")}
     units = {kind: {c.unit for c in found if "all_gather" in c.op} for kind, found in launches.items()}
@@ -68,7 +64,7 @@ def backward_gathers_over_two_ranks() -> None:
 
 
 BODIES: dict[str, Callable[[], object]] = {
-    "compiled": lambda: check(MLP_BY_TWO),
+    "compiled": backward_gathers_over_two_ranks,
     "gpt": lambda: check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, shard_kwargs=BY_TWO)),
     "bfloat16": lambda: check_bitwise(replace(MLP_BY_TWO, shard_kwargs=BF16)),
     "eager": lambda: check(replace(MLP_BY_TWO, prepare=only_shard)),
@@ -81,10 +77,10 @@ BODIES: dict[str, Callable[[], object]] = {
     "microbatches": lambda: check(replace(MLP_BY_TWO, backward=several)),
     "microbatches, unsharded in between": lambda: check(replace(MLP_BY_TWO, backward=kept)),
     "adopted": lambda: check(replace(MLP_BY_TWO, prepare=adopted)),
+    "adopted, bfloat16": lambda: check_bitwise(replace(MLP_BY_TWO, prepare=adopted, shard_kwargs=BF16)),
     "one line": lambda: check(replace(MLP_BY_TWO, prepare=one_line)),
     "offloaded": lambda: check(replace(MLP_BY_TWO, shard_kwargs={**BY_TWO, "offload_policy": CPUOffloadPolicy(False)})),
     "changed": lambda: check(replace(MLP_BY_TWO, before_step=changed)),
-    "two ranks": backward_gathers_over_two_ranks,
     "inductor": lambda: check_inductor(MLP_BY_TWO),
     # Inductor keeps fp32 between fused bf16 operations, where eager rounds: a bf16 ulp is 2**-8.
     "inductor, bfloat16": lambda: check_inductor(replace(MLP_BY_TWO, shard_kwargs=BF16), rtol=2**-6, atol=2**-6),

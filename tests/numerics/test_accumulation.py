@@ -41,7 +41,6 @@ from tests.numerics.harness import (
 from tests.numerics.loops import ScaledLoop
 from tests.numerics.microbatches import (
     NUM_MICROBATCHES,
-    Backward,
     forwards_ahead,
     in_turn,
     loss_of,
@@ -61,15 +60,20 @@ from tests.numerics.models import (
     tied_gpt,
     tokens,
 )
-from tests.numerics.scenarios import REGRESSION, SCENARIOS
+from tests.numerics.scenarios import SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 
+def clip(run: Run) -> None:
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    update(run)
+
+
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(compile_each_block), slow(with_a_break)])
-def test_reduces_in_the_last_microbatch(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
-    check(Scenario(model=MLP, batch=rows(), backward=several, prepare=prepare))
+def test_reduces_and_clips_in_the_last_microbatch(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
+    check(Scenario(model=MLP, batch=rows(), backward=several, update=clip, prepare=prepare))
 
 
 @pytest.mark.slow
@@ -132,7 +136,7 @@ def test_accumulates_microbatches_of_different_shapes() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_compile])
+@pytest.mark.parametrize("prepare", [slow(shard_and_compile), only_compile])
 def test_no_sync_holds_for_what_runs_inside(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
     check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=with_no_sync, prepare=prepare))
 
@@ -190,7 +194,7 @@ def skip_in_the_last(run: Run, step: int) -> Tensor:
 
 
 @two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, compile_each_block])
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(compile_each_block)])
 def test_reduces_a_unit_that_the_last_backward_does_not_touch(
     prepare: Callable[[nn.Module, Tools], nn.Module],
 ) -> None:
@@ -207,7 +211,7 @@ def interrupted(run: Run, step: int) -> Tensor:
 
 
 @two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
+@pytest.mark.parametrize("prepare", [slow(shard_and_compile), only_shard])
 def test_drops_what_an_interrupted_step_accumulated(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
     check(Scenario(model=MLP, batch=rows(), backward=interrupted, prepare=prepare))
 
@@ -249,37 +253,18 @@ def test_the_end_of_a_step_that_is_said_reduces_what_waits(
     check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=ended_by_hand, prepare=prepare))
 
 
-def clip(run: Run) -> None:
-    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-    update(run)
-
-
-@two_ranks
-def test_clips_what_was_accumulated() -> None:
-    check(Scenario(model=MLP, batch=rows(), backward=several, update=clip))
-
-
 # ---- what it costs
 
 
-def run_of(backward: Backward, **options: Any) -> Run:
-    run = start(Scenario(model=MLP, batch=rows(), backward=backward), fxshard_system(**options))
+@two_ranks
+def test_only_the_last_microbatch_reduces_accumulators_that_take_one_unsharded_gradient_and_are_kept() -> None:
+    run = start(Scenario(model=MLP, batch=rows(), backward=several), fxshard_system())
     for step in range(2):
         train_step(run, step)
-    return run
-
-
-@two_ranks
-def test_only_the_last_microbatch_reduces() -> None:
-    launched = {graph.kind: graph.collectives for graph in fxshard.compiled_graphs(run_of(several).model)}
+    launched = {graph.kind: graph.collectives for graph in fxshard.compiled_graphs(run.model)}
     assert list(launched) == ["forward", "backward", "backward_accumulate", "backward_final"]
     assert "reduce_scatter" not in launched["backward_accumulate"]
     assert launched["backward_final"] == launched["backward"]
-
-
-@two_ranks
-def test_accumulators_take_one_unsharded_gradient_and_are_kept() -> None:
-    run = run_of(several)
     units = units_under(cast(Any, run.model)._orig_mod)
     buffers = [buffer for unit in units for buffer in unit.step.accumulation._buffers.values()]
     parameters = list(run.model.parameters())
@@ -292,6 +277,11 @@ def test_accumulators_take_one_unsharded_gradient_and_are_kept() -> None:
     fxshard.release_accumulators(run.model)
     assert not any(unit.step.accumulation._buffers for unit in units)
     train_step(run, 3)
+    run.optim.zero_grad()
+    with pytest.raises(KeyboardInterrupt), fxshard.no_sync(run.model):
+        raise KeyboardInterrupt
+    run.loss(0).backward()
+    assert all(parameter.grad is not None for parameter in parameters), "no_sync that an exception left is over"
 
 
 # ---- what is refused
@@ -299,7 +289,9 @@ def test_accumulators_take_one_unsharded_gradient_and_are_kept() -> None:
 
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
-def test_refuses_to_mix_gradients_of_old_and_new_parameters(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
+def test_refuses_to_mix_gradients_of_old_and_new_parameters_and_to_release_what_waits(
+    prepare: Callable[[nn.Module, Tools], nn.Module],
+) -> None:
     run = start(Scenario(model=MLP, batch=rows(), prepare=prepare), fxshard_system())
     with fxshard.no_sync(run.model):
         run.loss(0).backward()
@@ -310,6 +302,8 @@ def test_refuses_to_mix_gradients_of_old_and_new_parameters(prepare: Callable[[n
         UnsupportedGraph, match=r"(?s)changed while gradients of earlier microbatches.*reset_iter_state"
     ):
         run.loss(1).backward()
+    with pytest.raises(ConfigError, match=r"gradients of .*blocks\.0.* wait to be reduced"):
+        fxshard.release_accumulators(run.model)
     cast(ShardedModule, run.model).reset_iter_state()
     run.optim.zero_grad()
     run.loss(1).backward()
@@ -327,24 +321,6 @@ def reduced_by_hand(run: Run, step: int) -> Tensor:
 @two_ranks
 def test_reduces_what_waits_when_asked() -> None:
     check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=reduced_by_hand))
-
-
-@two_ranks
-def test_release_refuses_what_waits() -> None:
-    run = start(REGRESSION, fxshard_system())
-    with fxshard.no_sync(run.model):
-        run.loss(0).backward()
-    with pytest.raises(ConfigError, match=r"gradients of .*blocks\.0.* wait to be reduced"):
-        fxshard.release_accumulators(run.model)
-
-
-@two_ranks
-def test_no_sync_that_an_exception_leaves_is_over() -> None:
-    run = start(REGRESSION, fxshard_system())
-    with pytest.raises(KeyboardInterrupt), fxshard.no_sync(run.model):
-        raise KeyboardInterrupt
-    run.loss(0).backward()
-    assert all(parameter.grad is not None for parameter in run.model.parameters())
 
 
 @pytest.mark.slow

@@ -5,21 +5,30 @@ from __future__ import annotations
 import pytest
 
 from tests.numerics import comms
-from tests.pairwise import each_once
+from tests.pairwise import each_once, slow
 from tests.ranks import two_ranks
 from tests.state import processes
 
+ALSO = ("gathers alone", "reductions alone", "counted", "kept", "frozen")
+"""Scenarios of which "one buffer", "one buffer to send", "all" and the tests that count calls run the lines."""
+
 
 @two_ranks
-@pytest.mark.parametrize("name", comms.SCENARIOS)
+@pytest.mark.parametrize("name", [slow(name) if name in ALSO else name for name in comms.SCENARIOS])
 def test_trains_as_fsdp2_with_the_same_object(name: str) -> None:
     comms.train(name)
 
 
 @two_ranks
-@pytest.mark.parametrize(("bucket", "prefetch"), [("unit", 1), ("auto", "auto"), (64.0, 2)])
-def test_gets_what_it_gets_in_fsdp2(bucket: str | float, prefetch: int | str) -> None:
-    comms.get_what_they_get_in_fsdp2(bucket, prefetch)
+@pytest.mark.parametrize("lower", ["eager", slow("inductor")])  # equal blocks below count calls of Inductor's code
+@pytest.mark.parametrize(("bucket", "prefetch"), [slow("unit", 1), ("auto", "auto"), (64.0, 2)])
+def test_gets_what_it_gets_in_fsdp2(bucket: str | float, prefetch: int | str, lower: str) -> None:
+    comms.get_what_they_get_in_fsdp2(True, bucket=bucket, prefetch=prefetch, lower=lower)
+
+
+@two_ranks
+def test_gets_what_it_gets_in_fsdp2_where_nothing_is_compiled() -> None:
+    comms.get_what_they_get_in_fsdp2(False)
 
 
 @two_ranks

@@ -40,7 +40,7 @@ BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.f
 
 
 @two_ranks
-@pytest.mark.parametrize("cls", [Rowwise, Factored, Float8Weight])
+@pytest.mark.parametrize("cls", [Rowwise, Factored, slow(Float8Weight)])
 def test_trains_as_fsdp2_with_several_tensors_and_attributes(cls: type[Float8Weight]) -> None:
     check_bitwise(odd(cls))
     check_bitwise(odd(cls, prepare=only_shard))
@@ -51,8 +51,8 @@ def test_trains_as_fsdp2_with_several_tensors_and_attributes(cls: type[Float8Wei
     "kwargs",
     [
         pytest.param({"tied": True}, id="tied"),
-        pytest.param({"shard_kwargs": {"mp_policy": BFLOAT16}}, id="mixed precision"),
-        pytest.param({"prepare": with_a_break, "backward": several}, id="two graphs"),
+        pytest.param({"shard_kwargs": {"mp_policy": BFLOAT16}}, id="mixed precision", marks=pytest.mark.slow),
+        pytest.param({"prepare": with_a_break, "backward": several}, id="two graphs", marks=pytest.mark.slow),
     ],
 )
 def test_trains_as_fsdp2_in_other_settings(kwargs: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ def test_trains_in_code_of_inductor() -> None:
     "options", [slow({"bucket": 1.0}), {"bucket": 6e-5, "streams": "side"}, slow({"resident_gib": 1.0})]
 )
 def test_passes_move_bytes_that_align_with_nothing(options: dict[str, Any]) -> None:
-    which = odd(backward=several)
+    which = odd()
     compare(train(which, fxshard_system(**options)), train(which, FSDP2), rtol=0.0, atol=0.0)
 
 

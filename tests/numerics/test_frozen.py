@@ -18,7 +18,7 @@ from tests.pairwise import each_once, slow
 from tests.ranks import two_ranks
 
 WIDTH = 4
-LOWERINGS = pytest.mark.parametrize("lower", ["eager", "inductor"])
+LOWERINGS = pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 
 
 def blocks(count: int = 3) -> nn.Sequential:

@@ -147,7 +147,7 @@ def test_draws_the_dropout_masks_that_fsdp2_draws() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("reshard_after_forward", [True, None])
+@pytest.mark.parametrize("reshard_after_forward", [True, slow(None)])
 def test_trains_under_bf16_autocast(reshard_after_forward: bool | None) -> None:
     shard_kwargs = {"reshard_after_forward": reshard_after_forward}
     check_bitwise(Scenario(model=MLP, batch=rows(), loss=squared_error_under_autocast, shard_kwargs=shard_kwargs))
@@ -188,7 +188,7 @@ def test_trains_a_bf16_model() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.float16])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_divides_gradients_as_fsdp2_does_in_each_dtype(compiled: bool, dtype: torch.dtype) -> None:
     """The collective averages float32; float16 is divided before and after it."""
@@ -198,7 +198,7 @@ def test_divides_gradients_as_fsdp2_does_in_each_dtype(compiled: bool, dtype: to
 
 
 @two_ranks
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("reshard_after_forward", [True, False, slow(None)])
 def test_runs_two_forwards_before_two_backwards(reshard_after_forward: bool | None) -> None:
     shard_kwargs = {"reshard_after_forward": reshard_after_forward}
     scenario = Scenario(model=MLP, batch=rows(), backward=two_forwards_before_two_backwards, shard_kwargs=shard_kwargs)

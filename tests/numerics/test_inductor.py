@@ -18,7 +18,6 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 @two_ranks(timeout=240)
 def test_compiled_code_trains_a_model_with_norms() -> None:
-    check_inductor(REGRESSION)
     check_against_unsharded(REGRESSION, lower="inductor")
 
 

@@ -52,6 +52,7 @@ def as_planned(model: nn.Module, tools: Tools) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_with_a_policy_for_each_block_as_fsdp2() -> None:
     check_bitwise(Scenario(model=five_blocks, batch=rows(), prepare=as_planned))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -63,8 +64,15 @@ def adopted(model: nn.Module, tools: Tools) -> nn.Module:
 
 
 @two_ranks
-@pytest.mark.parametrize("name", ["language", slow("tied"), slow("checkpoints"), "mlp"])
-@pytest.mark.parametrize("prepare", [shard_and_compile, slow(in_place), slow(adopted), slow(shard_blocks_as_one_unit)])
+@pytest.mark.parametrize(
+    ("name", "prepare"),
+    [
+        row if row in (("mlp", shard_and_compile), ("language", only_compile)) else slow(*row)
+        for row in itertools.product(
+            SCENARIOS, (shard_and_compile, only_compile, in_place, adopted, shard_blocks_as_one_unit)
+        )
+    ],
+)
 def test_trains_as_fsdp2_and_unsharded(name: str, prepare: Prepare) -> None:
     """To the bit as FSDP2, but where a weight is tied: its two gradients are added in another order."""
     scenario = replace(SCENARIOS[name], prepare=prepare)
@@ -169,17 +177,6 @@ def test_the_option_may_change(caplog: pytest.LogCaptureFixture) -> None:
             counts.append({len(frame.plan.units) for frame in frames_of(model)})
         assert counts == [{1}, {1, 4}, {1, 4}]  # the graphs of the other choice stay
     assert "uncompiled" not in caplog.text  # the frame around the blocks runs as it is because the user wants it
-
-
-@two_ranks
-@pytest.mark.parametrize("name", ["language", slow("tied"), slow("checkpoints"), "mlp"])
-def test_one_line_trains_as_the_model_sharded_before(name: str) -> None:
-    scenario = replace(SCENARIOS[name], prepare=only_compile)
-    ours = train(scenario, fxshard_system(dtype=torch.float64, regional=True))
-    compare(ours, train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
-    if name != "tied":
-        sharded_before = replace(scenario, prepare=shard_and_compile)
-        compare(ours, train(sharded_before, fxshard_system(dtype=torch.float64, regional=True)), rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", [Deep, slow(InARow)])

@@ -7,7 +7,7 @@ import pytest
 from tests.numerics import subgroups
 from tests.state import processes
 
-DEFAULT = ("two ranks", "compiled", "bfloat16", "called twice", "adopted")
+DEFAULT = ("compiled", "called twice", "adopted, bfloat16")
 
 
 @pytest.mark.multi_rank

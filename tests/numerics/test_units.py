@@ -57,7 +57,7 @@ def test_trains_in_eager_mode_without_any_compile(reshard_after_forward: bool | 
 
 
 @two_ranks
-@pytest.mark.parametrize("reshard_after_forward", [True, slow(False), None])
+@pytest.mark.parametrize("reshard_after_forward", [True, slow(False), slow(None)])
 def test_trains_compiled_as_a_whole(reshard_after_forward: bool | None) -> None:
     kwargs = {"reshard_after_forward": reshard_after_forward}
     check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, shard_kwargs=kwargs))

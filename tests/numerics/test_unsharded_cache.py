@@ -194,13 +194,13 @@ def pointwise() -> nn.Module:
 @pytest.mark.parametrize("reshard", [True, slow(False)])
 def test_backward_does_not_write_into_what_is_resident(reshard: bool) -> None:
     losses: dict[int, list[Tensor]] = {}
-    for resident_gib in (0, 1):
+    for resident_gib, lower in enumerate(("eager", "inductor")):
         torch._dynamo.reset()
         torch.manual_seed(0)
         with emulated_link(2) as link:
             model = pointwise()
             fxshard.fully_shard(model, mesh=link.mesh, reshard_after_forward=reshard)
-            step, x = compile_module(model, options={"resident_gib": resident_gib}), torch.randn(8, WIDTH)
+            step, x = compile_module(model, {"resident_gib": resident_gib, "lower": lower}), torch.randn(8, WIDTH)
             with fxshard.no_sync(model):
                 losses[resident_gib] = []
                 for _ in range(3):

@@ -83,7 +83,7 @@ def test_the_solver_counts_the_seconds_of_the_simulation_but_for_what_is_the_sam
         assert counted == pytest.approx(simulated, abs=0.1 * found.simulate(base).seconds)
 
 
-@pytest.mark.parametrize("policy", [KEEP, OFFLOAD])
+@pytest.mark.parametrize("policy", [slow(KEEP), OFFLOAD])
 def test_policies_are_traced_on_few_blocks_and_cost_what_tracing_all_says(policy: Policy) -> None:
     model, given = Stack(8).to("meta"), (torch.empty(ROWS, WIDTH, device="meta"),)
     how, settings = SCHEDULES["FSDP2"], PlanSettings(param_dtype=torch.float32)
