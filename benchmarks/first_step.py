@@ -1,11 +1,11 @@
 """What the first step of a deep model costs: `python -m benchmarks.first_step auto 32 gpt`.
 
 One rank of a fake group of eight, in this process; collectives move nothing. Systems: `off` and `auto` are the option
-`regions`, `regional` is that option, `one_line` the same without `fully_shard`, `fsdp2` is FSDP2 with each block
-compiled. Models: the deep GPT, and a Llama of the same width, ours (`llama`) and that of Hugging Face (`hf`).
-Inductor's and AOTAutograd's caches of graphs are off, unless a fourth argument says `cached`; the C++ kernels come out
-of their cache where a run before has made them (TORCHINDUCTOR_CACHE_DIR says where), so run each line twice for warm
-kernels. Processor time is that of this process, without the C++ compilers it starts.
+`regions` of one graph, `regional` is that option, `one_line` the same without `fully_shard`, `default` sets nothing,
+`fsdp2` is FSDP2 with each block compiled. Models: the deep GPT, and a Llama of the same width, ours (`llama`) and that
+of Hugging Face (`hf`). Inductor's and AOTAutograd's caches of graphs are off, unless a fourth argument says `cached`;
+the C++ kernels come out of their cache where a run before has made them (TORCHINDUCTOR_CACHE_DIR says where), so run
+each line twice for warm kernels. Processor time is that of this process, without the C++ compilers it starts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def compiled(system: str, model: nn.Module, blocks: nn.ModuleList) -> nn.Module:
         return model
     for part in (*blocks, model) if system != "one_line" else ():
         fxshard.fully_shard(part)
-    options = {"regional": True} if system in ("regional", "one_line") else {"regions": system}
+    one_graph: dict[str, Any] = {"regional": False, "regions": system}
+    options = {"regional": dict(regional=True), "one_line": dict(regional=True), "default": {}}.get(system, one_graph)
     return cast(Any, torch.compile)(model, backend="fxshard", options=options)
 
 

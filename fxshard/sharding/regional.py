@@ -167,20 +167,22 @@ def _is_hidden(units: Sequence[Unit], inputs: object, hardware: str | None) -> b
 
 
 def _units_of_alike(places: ShardedModules) -> list[Unit]:
-    """Return the units in one of the blocks that are alike; none if these are too few, or the model has several meshes.
+    """Return the units in one of the blocks that are alike; none where "auto" leaves one graph.
 
-    Ranks that share one mesh may not share the other, and so could not agree. Blocks that get a cache of keys and
-    values, and those with hooks inside, would need a graph each.
+    That is so for few blocks, and for several meshes: ranks that share one may not share the other, and so could not
+    agree. Blocks that get a cache of keys and values, and those with hooks inside, would need a graph each.
     """
     kinds = {name: _kind(*places[name]) for name in _blocks_of(places)}
     count = Counter(kinds.values())
     most = max(kinds, key=lambda name: count[kinds[name]], default="")
-    groups = {unit.plan.group for _, state in places.values() for unit in state.units}
-    if not most or count[kinds[most]] < MIN_BLOCKS or len(groups) > 1 or not HAS_LIMIT:
+    if not HAS_LIMIT or not most or count[kinds[most]] < MIN_BLOCKS:
         return []
-    if any(getattr(getattr(each, "config", None), "use_cache", False) for each in places[""][0].modules()):
+    units = [unit for _, state in places.values() for unit in state.units]
+    meshes = {unit.plan.group for unit in units}
+    if len(meshes) > 1 or any(member.tensor_parallel for unit in units for member in unit.members):
         return []
-    if any(_hooks_inside(places[name][0]) for name in kinds):
+    caches = any(getattr(getattr(each, "config", None), "use_cache", False) for each in places[""][0].modules())
+    if caches or any(_hooks_inside(places[name][0]) for name in kinds):
         return []
     inside = [name for name in places if name == most or name.startswith(f"{most}.")]
     return [unit for name in inside for unit in places[name][1].units]
