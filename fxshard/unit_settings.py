@@ -1,9 +1,9 @@
 """The settings of a unit: for each its name in FSDP2, its default, and whether graphs depend on it.
 
 [Note: settings of a unit]
-`adopt`, `explain` and `release` carry all fields of `UnitSettings`. Our modules and FSDP2's have methods of the same
-names to change a setting, so `apply` serves both. The fields without such a method are arguments of `fully_shard`. The
-plan and the sharing key have the fields of `ReductionSettings`.
+`adopt` and `release` carry all fields of `UnitSettings`, `explain` those of `IN_GRAPHS`. Our modules and FSDP2's have
+methods of the same names to change a setting, so `apply` serves both. The fields without such a method are arguments of
+`fully_shard`. The plan and the sharing key have the fields of `ReductionSettings`.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ FSDP2: Mapping[str, Mapping[str, Held]] = {
     },
     "Gradient accumulation": {
         "`set_requires_gradient_sync`, for all modules or some": by(
-            f"{ACCUMULATION}reduces_in_the_last_microbatch", f"{ACCUMULATION}follows_a_pattern_that_changes"
+            f"{ACCUMULATION}reduces_and_clips_in_the_last_microbatch", f"{ACCUMULATION}follows_a_pattern_that_changes"
         ),
         "without the all_reduce over replicas": by(f"{REPLICAS}replicas_of_one_rank_each"),
         "without resharding after backward": by("numerics/test_unsharded_cache.py::test_gathers_once_per_step"),

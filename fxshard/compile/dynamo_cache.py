@@ -26,9 +26,10 @@ def untouched_dynamo() -> Iterator[None]:
     adds entries that the model's own calls would search and count against the recompile limit, and no entry can be
     removed by itself. So functions that Dynamo knows already run with a copy of their code meanwhile, and code that it
     came to know is reset afterwards, flags included. Sizes noted for automatic dynamic shapes (by file and line, not by
-    code object), backends and counters are put back, and what Dynamo put among the globals of the model's modules
-    (compiled graphs, functions that resume after a graph break) is removed. Limit: a function that is defined anew in
-    every call shares the code of its earlier definitions; if Dynamo knows that, entries are added to it.
+    code object), backends, counters and the lists of code that Dynamo has seen are put back, and what Dynamo put among
+    the globals of the model's modules (compiled graphs, functions that resume after a graph break) is removed. Limit: a
+    function that is defined anew in every call shares the code of its earlier definitions; if Dynamo knows that,
+    entries are added to it.
     """
     known = {id(code): code for code in [*_alive(input_codes), *_alive(output_codes)]}
     borrowed = [(function, function.__code__) for function in _functions_of(known)]
@@ -47,6 +48,9 @@ def untouched_dynamo() -> Iterator[None]:
         for code in _alive(output_codes):
             if id(code) not in known and code in CleanupManager.instance:
                 CleanupManager.instance._remove_id(id(code))
+        for tracker in (input_codes, output_codes):  # else the next one inside would look for its functions
+            tracker.seen[:] = [each for each in tracker.seen if (code := each()) is not None and id(code) in known]
+            tracker.seen_ids.intersection_update(known)
         for current, saved in ((pgo.get_code_state(), sizes), (counters, counts)):
             current.clear()
             current.update(cast(Any, saved))

@@ -213,7 +213,7 @@ def memory_of_step(
 
     Args:
         outer: the step.
-        standing: category -> bytes that are there throughout: parameters and optimizer state.
+        standing: category -> bytes that are there throughout: parameters, optimizer state, buffers.
         gradients: bytes of them that are held from the beginning, as with several microbatches.
         own_streams: whether gathers and reductions have streams of their own, and parameters are copied out of what was
             gathered.

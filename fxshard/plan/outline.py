@@ -162,10 +162,9 @@ def _uncompiled(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_together(captured: fx.Graph, again: Collection[int | None], fqns: Sequence[str]) -> None:
     """Refuse checkpoints that call several of these blocks."""
-    module = captured.owning_module
-    assert module is not None
     for node in captured.find_nodes(op="get_attr"):
-        body = getattr(module, str(node.target), None)
+        assert captured.owning_module is not None
+        body = getattr(captured.owning_module, str(node.target), None)
         calls = map(number_of, body.graph.nodes) if isinstance(body, fx.GraphModule) else ()
         if len(numbers := [number for number in calls if number is not None and number in again]) > 1:
             raise ConfigError(
