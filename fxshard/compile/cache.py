@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -216,9 +216,8 @@ def _foreign_sources(pipeline: Pipeline) -> Iterator[str]:
     yield _hash_of({Path(file) for file in files if file is not None})
 
 
-def _hash_of(files: Set[Path]) -> str:
+def _hash_of(files: Iterable[Path]) -> str:
     total = hashlib.sha256()
-    for file in sorted(files, key=lambda file: (file.name, file.parent.name)):  # wherever it is installed
-        content = file.read_bytes()
-        total.update(f"{file.name} {len(content)}\n".encode() + content)
+    for name, content in sorted((file.name, file.read_bytes()) for file in files):  # wherever they are installed
+        total.update(f"{name} {len(content)}\n".encode() + content)
     return total.hexdigest()

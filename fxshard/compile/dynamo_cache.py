@@ -49,7 +49,7 @@ def untouched_dynamo() -> Iterator[None]:
             if id(code) not in known and code in CleanupManager.instance:
                 CleanupManager.instance._remove_id(id(code))
         for tracker in (input_codes, output_codes):  # else the next one inside would look for its functions
-            tracker.seen[:] = [each for each in tracker.seen if (code := each()) is not None and id(code) in known]
+            tracker.seen[:] = [each for each in tracker.seen if (seen := each()) is not None and id(seen) in known]
             tracker.seen_ids.intersection_update(known)
         for current, saved in ((pgo.get_code_state(), sizes), (counters, counts)):
             current.clear()

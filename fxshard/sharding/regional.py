@@ -14,11 +14,11 @@ that call began, so no scope is open: until the next call, parameters are read a
 forward] in `runtime/eager.py`.
 
 [Note: one graph or blocks]
-With "auto", the default, a model is compiled block by block if that costs its steps nothing to speak of: it has at
-least `MIN_BLOCKS` blocks that are alike, no option asks for one graph, and the launches of such a block take at most
-`MAX_SHARE` of its compute. Then each graph hides its own launches, and one graph of all blocks would gain at most 2 %
-(docs/adr/0019-repeated-blocks.md). It is chosen in the first call, for good, by the tokens of that call on the rank
-that comes first; all ranks do the same. A call that does not tell its tokens leaves one graph.
+With "auto", the default, a model is compiled block by block if that costs its steps next to nothing: it is not on a
+CPU, has at least `MIN_BLOCKS` blocks that are alike, no option asks for one graph, and the launches of such a block
+take at most `MAX_SHARE` of its compute, so that each graph hides its own. Measured: docs/adr/0019-repeated-blocks.md.
+The first call chooses, by its tokens on the rank that comes first, and all ranks keep to it. A call that does not tell
+its tokens leaves one graph.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from fxshard import torch_private
 from fxshard.cost import measured
 from fxshard.cost.blocks import transfers_per_compute
 from fxshard.errors import ConfigError
+from fxshard.hardware import describes
 from fxshard.options import Options, parse
 from fxshard.ranks.rendezvous import Rendezvous, is_alone
 from fxshard.runtime import mesh_axes, uncompiled_warning
@@ -163,7 +164,10 @@ def prefers_blocks(places: ShardedModules, options: Options, inputs: object) -> 
 
 def _is_hidden(units: Sequence[Unit], inputs: object, hardware: str | None) -> bool:
     numbers = measured.numbers_of(units, hardware)
-    return transfers_per_compute((unit.plan for unit in units), _tokens(inputs), numbers) <= MAX_SHARE
+    return (
+        not describes(numbers, "cpu")
+        and transfers_per_compute((unit.plan for unit in units), _tokens(inputs), numbers) <= MAX_SHARE
+    )
 
 
 def _units_of_alike(places: ShardedModules) -> list[Unit]:

@@ -105,6 +105,15 @@ def warm(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
 # ---- in this process
 
 
+def test_the_order_of_files_does_not_decide_the_key(tmp_path: Path) -> None:
+    """They come in a set, whose order each process chooses; several have one name in folders of one name."""
+    files = [tmp_path / outer / "plan" / "__init__.py" for outer in ("one", "two")]
+    for i, file in enumerate(files):
+        file.parent.mkdir(parents=True)
+        file.write_text(f"x = {i}")
+    assert cache._hash_of(files) == cache._hash_of(files[::-1])
+
+
 def test_finds_code_and_what_the_frame_must_know(warm: DeviceMesh) -> None:
     before = build(warm)
     assert compiled(before, verify=False) == (0, 1)

@@ -41,10 +41,11 @@ class Blocks(nn.Module):
         return x
 
 
-def link(bytes_per_s: float, folder: Path) -> str:
-    """Write what a machine on such a link can do, without latencies, and return the path."""
-    spec = dataclasses.replace(hardware.load("cpu"), link_bandwidth=bytes_per_s, link_latency=0.0, launch_overhead=0.0)
-    path = folder / f"{bytes_per_s}.json"
+def link(bytes_per_s: float, folder: Path, name: str = "gpu") -> str:
+    """Write what a GPU, as fast as a CPU, can do on such a link without latencies, and return the path."""
+    free = dataclasses.replace(hardware.load("cpu"), link_latency=0.0, launch_overhead=0.0)
+    spec = dataclasses.replace(free, name=name, link_bandwidth=bytes_per_s)
+    path = folder / f"{name}-{bytes_per_s}.json"
     path.write_text(spec.to_json())
     return str(path)
 
@@ -94,6 +95,7 @@ def test_chooses_blocks_where_they_hide_their_launches(one_line: bool, tmp_path:
     with emulated_link(2):
         assert is_by_block(model(), IDS, hardware=fast)
         assert not is_by_block(model(), IDS, hardware=slow)
+        assert not is_by_block(model(), IDS, hardware=link(1e15, tmp_path, "cpu"))
         assert not is_by_block(model(MIN_BLOCKS - 1), IDS, hardware=fast)
         assert not is_by_block(model(), IDS, hardware=fast, regional=False)
         assert is_by_block(model(), IDS, hardware=slow, regional=True)
