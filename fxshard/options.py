@@ -143,7 +143,7 @@ class Options:
                 raise ConfigError(f"{name} must be a floating-point torch.dtype or None, got {value!r}.")
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
             raise ConfigError(f"mesh must be a DeviceMesh or None, got {type(self.mesh).__name__}.")
-        if self.regional not in (True, False, "auto"):
+        if not isinstance(self.regional, bool) and self.regional != "auto":
             raise ConfigError(f'regional must be True, False or "auto", got {self.regional!r}.')
         for name in ("separate_reduce_scatter_group", "cudagraphs"):
             if not isinstance(getattr(self, name), bool):

@@ -65,9 +65,7 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
         first_call.require_no_replicas(unsharded, flats)
         return _compile(gm, example_inputs, flats, options)
     if unsharded:
-        first_call.shard_root(
-            gm, example_inputs, unsharded, options
-        )  # returns only where there is nothing to shard over
+        first_call.shard_root(gm, example_inputs, unsharded, options)  # returns only with nothing to shard over
     first_call.require_all_ranks(dynamo.parameters_of(gm, example_inputs))
     _refuse_writes_of_plain(gm, example_inputs)
     return compile_plain(gm, example_inputs, options)

@@ -23,6 +23,12 @@ def test_compiled_code_trains_a_model_with_norms() -> None:
 
 @pytest.mark.slow
 @two_ranks(timeout=240)
+def test_compiled_code_trains_a_model_with_norms_as_fsdp2() -> None:
+    check_inductor(REGRESSION)
+
+
+@pytest.mark.slow
+@two_ranks(timeout=240)
 def test_compiled_code_trains_a_tied_embedding_and_head() -> None:
     check_inductor(SCENARIOS["tied weights"])
 

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from fxshard import explain, fully_shard, hardware
 from fxshard.compile.backend import frames_of
 from fxshard.cost.blocks import transfers_per_compute
+from fxshard.errors import ConfigError
 from fxshard.ir.plan import ParameterSpec, UnitPlan, lay_out
+from fxshard.options import Options
+from fxshard.sharding import regional
 from fxshard.sharding.regional import HAS_LIMIT, MIN_BLOCKS
 from fxshard.testing import emulated_link
 from tests.models import FeedForward
@@ -79,6 +82,9 @@ def test_counts_products_and_launches() -> None:
     kept = dataclasses.replace(unit, reshard_after_forward=False, reduce_dtype=torch.bfloat16)
     reduction = 1e-3 + (64 * 32 + 64) * 2 / 2 / 1e6
     assert transfers_per_compute([kept], 100, spec) == pytest.approx((gather + reduction) / compute)
+    twice = dataclasses.replace(unit, replicas=2, replicate_group="1")
+    average = 1e-3 + (64 * 32 + 64) * 4 / 2 / 1e6  # of a shard, there and back
+    assert transfers_per_compute([twice], 100, spec) == pytest.approx((3 * gather + average) / compute)
     assert transfers_per_compute([unit], 0, spec) == float("inf")
     assert transfers_per_compute([dataclasses.replace(unit, world_size=1)], 100, spec) == 0
 
@@ -114,6 +120,18 @@ def test_leaves_one_graph_where_the_call_or_an_option_says_so(tmp_path: Path) ->
         assert not is_by_block(caching, IDS, hardware=fast)
         for option in ({"bucket": "unit"}, {"memory_budget_gib": 1.0}, {"passes": lambda pipeline: pipeline}):
             assert not is_by_block(shard(Blocks()), IDS, hardware=fast, **option)
+
+
+def test_leaves_one_graph_on_torch_2_11(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regional, "HAS_LIMIT", False)
+    with emulated_link(2):
+        assert not is_by_block(shard(Blocks()), IDS, hardware=link(1e15, tmp_path))
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_refuses_another_kind_of_value(value: object) -> None:
+    with pytest.raises(ConfigError, match='regional must be True, False or "auto"'):
+        Options(regional=cast(Any, value))
 
 
 def test_keeps_what_the_first_call_chose(tmp_path: Path) -> None:
