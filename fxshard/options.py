@@ -74,7 +74,7 @@ class Options:
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
         regional: compile each unit by itself, those that are alike once for all of them, and run what is around them as
             it is: the first step does not grow with depth. With `False` the whole model is one graph. "auto" chooses at
-            the first call ([Note: one graph or blocks] in `sharding/regional.py`).
+            the first call ([Note: one graph or blocks] in `sharding/blocks.py`).
         regions: "auto" traces and lowers the code of blocks that are alike once, and calls it for each of them; "off"
             writes out every block, as `cudagraphs` does.
         cudagraphs: record each compiled graph as a CUDA graph and replay it; prefetch over a graph break and `unshard`
@@ -198,9 +198,10 @@ class Options:
         return self.schedule == "fsdp2" or (self.schedule is None and self.lower == "eager")
 
     @property
-    def wants_one_graph(self) -> bool:
-        """Whether something is set that only a graph of the whole model has: a schedule, passes, a budget, ..."""
-        return any(getattr(self, f.name) != f.default for f in dataclasses.fields(self) if f.name not in _OF_ANY_GRAPH)
+    def one_graph_only(self) -> tuple[str, ...]:
+        """Names of the set options that only a graph of the whole model has: a schedule, passes, a budget, ..."""
+        names = (f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return tuple(name for name in names if name not in _OF_ANY_GRAPH)
 
     @property
     def one_line_only(self) -> tuple[str, ...]:

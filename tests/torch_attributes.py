@@ -37,7 +37,7 @@ TORCH_ATTRIBUTES = (
     TorchAttribute(
         "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks",
         "a module",
-        "sharding/regional.py",
+        "sharding/blocks.py",
         "share no graph among blocks with other hooks inside",
     ),
     TorchAttribute(

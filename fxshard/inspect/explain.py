@@ -22,12 +22,12 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.hardware import HardwareSpec
 from fxshard.inspect.explanation import Explanation, FrameExplanation
 from fxshard.inspect.fake_model import FakeModel, fake_model_of
-from fxshard.options import parse
+from fxshard.options import Options, parse
 from fxshard.passes import pipeline
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.unit import Unit
-from fxshard.sharding import regional
-from fxshard.sharding.sharded_module import plain_module, states_under, units_under
+from fxshard.sharding.blocks import AutoChoice, choose
+from fxshard.sharding.sharded_module import plain_module, state_of, states_under, units_under
 
 DEFAULT_HARDWARE = "h100"
 
@@ -101,18 +101,21 @@ def explained(
             frames=frames,
             saves_all=saves_all,
         )
-        by_block = parsed.regional is True or (
-            parsed.regional == "auto"
-            and regional.prefers_blocks(states_under(fake_model.model), parsed, (args, kwargs))
-        )
+        choice = _choice(fake_model, parsed, (args, kwargs))
+        by_block = parsed.regional is True or (choice is not None and choice.by_block)
         fake_model.compile(capture, args, kwargs, by_block=by_block)
     except torch_private.NO_VALUE as error:
         raise reads_values(name, error) from error
     if not frames:
         raise nothing_captured(name)
-    found = explanation(name, units_under(fake_model.model), fake_model.replica.device, frames)
+    found = explanation(name, units_under(fake_model.model), fake_model.replica.device, frames, choice)
     costs = {each: _costs_of(build, fake_model, found.hardware) for each, build in optimizers.items()}
     return dataclasses.replace(found, optimizers=costs, buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()))
+
+
+def _choice(fake_model: FakeModel, options: Options, inputs: object) -> AutoChoice | None:
+    places = states_under(fake_model.model)
+    return choose(places, options, inputs, alone=True) if options.regional == "auto" and "" in places else None
 
 
 def _costs_of(build: OptimizerBuilder, fake_model: FakeModel, spec: HardwareSpec) -> tuple[OptimizerCost, ...]:
@@ -151,10 +154,14 @@ def explanation_of(model: nn.Module) -> Explanation:
             f"nothing has been compiled for {type_name(model)} yet. Compile it with backend='fxshard' and call it "
             "once, or use fxshard.explain(model, *args)."
         )
-    return explanation(type_name(model), units, units[0].device, frames)
+    outermost = state_of(plain_module(model))
+    choice = outermost.compiled.choice if outermost else None
+    return explanation(type_name(model), units, units[0].device, frames, choice)
 
 
-def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: Sequence[Frame]) -> Explanation:
+def explanation(
+    name: str, units: Sequence[Unit], device: torch.device, frames: Sequence[Frame], choice: AutoChoice | None
+) -> Explanation:
     """The explanation of captured frames of a model with these units, the outermost one first."""
     kept = tuple(
         FrameExplanation(
@@ -182,6 +189,7 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
         replicas=units[0].plan.replicas,
         frames=kept,
         calls=tuple(number for _, number in sorted(calls)),
+        choice=choice,
         hardware=kept[0].hardware,
         device=device.type,
         device_bytes=sum(unit.plan.shard_bytes for unit in units) - host_bytes,

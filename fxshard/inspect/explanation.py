@@ -24,6 +24,7 @@ from fxshard.ir.history import CAPTURED, PassHistory, PassResult, Remark, Stage
 from fxshard.ir.meshes import MeshAxis
 from fxshard.ir.ops import BETWEEN_HOST_AND_DEVICE
 from fxshard.ir.plan import FramePlan
+from fxshard.sharding.blocks import AutoChoice
 
 DYNAMO = "dynamo"
 """The stage of the graph as Dynamo captured it: the user's own calls, of which no cost is known."""
@@ -158,6 +159,7 @@ class Explanation:
         replicas: ranks that hold the same shard of it.
         frames: one for each captured graph with sharded parameters, in the order of their capture.
         calls: numbers of the frames that a forward calls, in the order of the model's units.
+        choice: whether "auto" compiles block by block, and why; `None` where the option `regional` was set.
         hardware: what the costs are estimates for.
         device: the kind that the graphs were captured for; see [Note: the device of the capture].
         device_bytes: of one rank's shards on the device; gradients and optimizer state are where their shards are.
@@ -175,6 +177,7 @@ class Explanation:
     hardware: HardwareSpec
     device: str
     calls: tuple[int, ...] = ()
+    choice: AutoChoice | None = None
     replicas: int = 1
     device_bytes: int = 0
     host_bytes: int = 0

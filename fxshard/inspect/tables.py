@@ -147,7 +147,7 @@ def _table_of_graphs(explanation: Explanation) -> Table:
 
     several_frames = len(explanation.frames) > 1
     made = _table(headline(explanation), several_frames)
-    made.caption = escape(caption(explanation))
+    made.caption = escape(caption(explanation, ";\n"))
     made.add_column("pass", no_wrap=True)
     for name in COLUMNS:
         made.add_column(name, justify="left" if name == "collectives" else "right")
@@ -203,14 +203,16 @@ def html_tables(explanation: Explanation) -> str:
     return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
 
 
-def caption(explanation: Explanation) -> str:
+def caption(explanation: Explanation, between: str = "; ") -> str:
     """What the numbers are."""
     numbers = f"of one rank and one step; times are estimates for {explanation.hardware.label}"
-    return "; ".join([numbers, *_remarks(explanation)])
+    return between.join([numbers, *_remarks(explanation)])
 
 
 def _remarks(explanation: Explanation) -> Iterator[str]:
-    """Who runs a frame that several blocks share, what no frame reads, and kernels that may be others elsewhere."""
+    """What "auto" chose, which calls share a frame, what no frame reads, and kernels that may be others elsewhere."""
+    if explanation.choice:
+        yield str(explanation.choice)
     for place, frame in enumerate(explanation.frames):
         if len(frame.calls) > 1:
             first, last = (call[-1] for call in (frame.calls[0], frame.calls[-1]))

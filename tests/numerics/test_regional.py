@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fxshard import adopt, explain, fully_shard, no_sync
 from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError, UnsupportedGraph
-from fxshard.sharding.regional import HAS_LIMIT
+from fxshard.sharding.blocks import HAS_LIMIT
 from fxshard.sharding.sharded_module import states_under
 from fxshard.testing import emulated_link
 from tests.fake_ranks import fake_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxshard import explain, fully_shard, hardware
+from fxshard import explain, explanation_of, fully_shard, hardware
 from fxshard.compile.backend import frames_of
 from fxshard.cost.blocks import transfers_per_compute
 from fxshard.errors import ConfigError
 from fxshard.ir.plan import ParameterSpec, UnitPlan, lay_out
 from fxshard.options import Options
-from fxshard.sharding import regional
-from fxshard.sharding.regional import HAS_LIMIT, MIN_BLOCKS
+from fxshard.sharding import blocks
+from fxshard.sharding.blocks import HAS_LIMIT, MIN_BLOCKS
 from fxshard.testing import emulated_link
 from tests.models import FeedForward
 from tests.ranks import group_folder, two_ranks
@@ -123,7 +124,7 @@ def test_leaves_one_graph_where_the_call_or_an_option_says_so(tmp_path: Path) ->
 
 
 def test_leaves_one_graph_on_torch_2_11(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regional, "HAS_LIMIT", False)
+    monkeypatch.setattr(blocks, "HAS_LIMIT", False)
     with emulated_link(2):
         assert not is_by_block(shard(Blocks()), IDS, hardware=link(1e15, tmp_path))
 
@@ -143,12 +144,34 @@ def test_keeps_what_the_first_call_chose(tmp_path: Path) -> None:
         assert not is_by_block(shard(Blocks(width=16)), IDS[:, :1], hardware=fast)
 
 
-def test_explain_shows_what_would_run(tmp_path: Path) -> None:
-    frames = [
-        {len(frame.plan.units) for frame in explain(Blocks(), IDS, world_size=2, options={"hardware": each}).frames}
-        for each in (link(1e15, tmp_path), link(1e6, tmp_path))
-    ]
-    assert frames == [{1}, {MIN_BLOCKS + 1}]
+def test_explain_shows_what_would_run_and_why(tmp_path: Path) -> None:
+    def explained(x: Tensor = IDS, num_blocks: int = MIN_BLOCKS, **options: Any) -> tuple[bool, str]:
+        made = explain(Blocks(num_blocks), x, world_size=2, options={"hardware": link(1e15, tmp_path), **options})
+        assert not made.choice or str(made.choice) in repr(made).splitlines()
+        return {len(frame.plan.units) for frame in made.frames} == {1}, str(made.choice)
+
+    slow, cpu = link(1e6, tmp_path), link(1e15, tmp_path, "cpu")
+    took = "the launches of a block take {} of its compute for 600 tokens (limit 0.25)"
+    found = explained(hardware=slow)[1]
+    assert explained() == (True, "block by block: " + took.format("0.00"))
+    assert explained(hardware=slow) == (False, found)
+    assert re.sub(r"[\d.]+", "{}", found, count=1) == f"one graph: {took}"
+    assert explained(hardware=cpu) == (False, "one graph: on a CPU it is faster")
+    assert explained(num_blocks=7) == (False, "one graph: fewer than 8 blocks are alike")
+    assert explained(prefetch=1, bucket="unit") == (False, "one graph: bucket, prefetch was set, which is of one graph")
+    assert explained(torch.randn(600, 8)) == (False, "one graph: the arguments do not tell how many tokens there are")
+    assert explained(regional=True) == (True, "None")
+
+
+def test_a_compiled_model_tells_what_was_chosen(tmp_path: Path) -> None:
+    with emulated_link(2):
+        model = shard(Blocks())
+        is_by_block(model, IDS, hardware=link(1e15, tmp_path))
+        chosen = explanation_of(model).choice
+        assert chosen is not None
+        assert chosen.by_block
+        is_by_block(model, IDS, hardware=link(1e15, tmp_path), regional=False)
+        assert explanation_of(model).choice is None
 
 
 @two_ranks
