@@ -18,7 +18,7 @@ class DemoConfig:
     ranks: int
     device: str  # "cpu" (gloo) or "cuda" (NCCL, one GPU per rank)
     out: Path  # Folder that receives the graphs; it exists
-    steps: int = 30
+    steps: int = 20
     model: str = "gpt"
     batch_size: int = 2
     seq_len: int = 128
