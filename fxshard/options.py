@@ -33,7 +33,7 @@ OWNED_INDUCTOR_FLAGS = (
 
 
 _OF_ANY_GRAPH = frozenset(
-    {"mesh", "reshard_after_forward", "param_dtype", "reduce_dtype", "separate_reduce_scatter_group"}
+    {"mesh", "reshard_after_forward", "param_dtype", "reduce_dtype", "offload", "separate_reduce_scatter_group"}
     | {"regional", "lower", "verify", "hardware", "inductor"}
 )
 """Options that say the same of a graph of one block."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo import guards
+from torch._dynamo import guards, trace_rules
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -40,6 +40,8 @@ def pytest_configure() -> None:
     """
     os.environ["FXSHARD_CALIBRATE"] = "0"
     vars(guards)["profile_guard_manager"] = lambda *_: 0.0  # for a log, and it flushes the caches of the processor
+    # `destroy_process_group` has Dynamo forget its tables of torch's functions, which it builds in a tenth of a second.
+    vars(trace_rules)["clear_lru_cache"] = lambda: None
     logging.getLogger("torch.__trace").propagate = True
 
 

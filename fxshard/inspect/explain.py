@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import hardware, torch_private
-from fxshard.compile import backend
+from fxshard.compile import backend, dynamo
 from fxshard.compile.inductor import require_known_flags
 from fxshard.cost.optimizer_step import OptimizerBuilder, OptimizerCost, cost_of_step
 from fxshard.errors import ConfigError, UnsupportedGraph
@@ -101,7 +101,7 @@ def explained(
             frames=frames,
             saves_all=saves_all,
         )
-        choice = _choice(fake_model, parsed, (args, kwargs))
+        choice = _choice(fake_model, model, parsed, (args, kwargs))
         by_block = parsed.regional is True or (choice is not None and choice.by_block)
         fake_model.compile(capture, args, kwargs, by_block=by_block)
     except torch_private.NO_VALUE as error:
@@ -113,9 +113,15 @@ def explained(
     return dataclasses.replace(found, optimizers=costs, buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()))
 
 
-def _choice(fake_model: FakeModel, options: Options, inputs: object) -> AutoChoice | None:
-    places = states_under(fake_model.model)
-    return choose(places, options, inputs, alone=True) if options.regional == "auto" and "" in places else None
+def _choice(fake_model: FakeModel, model: nn.Module, options: Options, inputs: object) -> AutoChoice | None:
+    """What "auto" would choose, or has chosen."""
+    places, outermost = states_under(fake_model.model), state_of(plain_module(model))
+    if options.regional is True and "" not in places:
+        raise ConfigError(dynamo.REGIONAL_OF_A_FUNCTION)
+    if options.regional != "auto" or "" not in places:
+        return None
+    places[""][1].compiled.agreed = outermost.compiled.agreed if outermost else None
+    return choose(places, options, inputs, alone=True)
 
 
 def _costs_of(build: OptimizerBuilder, fake_model: FakeModel, spec: HardwareSpec) -> tuple[OptimizerCost, ...]:

@@ -159,7 +159,8 @@ class Explanation:
         replicas: ranks that hold the same shard of it.
         frames: one for each captured graph with sharded parameters, in the order of their capture.
         calls: numbers of the frames that a forward calls, in the order of the model's units.
-        choice: whether "auto" compiles block by block, and why; `None` where the option `regional` was set.
+        choice: whether "auto" compiles block by block, and why, as of the compiled call that ran last; `None` where
+            the option `regional` was set.
         hardware: what the costs are estimates for.
         device: the kind that the graphs were captured for; see [Note: the device of the capture].
         device_bytes: of one rank's shards on the device; gradients and optimizer state are where their shards are.

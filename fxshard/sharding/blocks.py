@@ -41,96 +41,101 @@ MAX_SHARE: Final = 0.25
 HAS_LIMIT: Final = "recompile_limit" in inspect.signature(torch.compile).parameters
 """Whether a function may have a limit of graphs of its own: from torch 2.13 on. Else "auto" leaves one graph."""
 
+_IDS = (torch.int32, torch.int64)
+
 _HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 ShardedModules = Mapping[str, "tuple[nn.Module, ModuleState]"]
 """The sharded modules of a model by their names in it, outer ones first; its own is \"\"."""
 
 
+BlockKind = tuple[type[nn.Module], tuple[str, ...]]
+"""The class of a module, and the layouts of its units."""
+
+
 class AutoChoice(NamedTuple):
-    """What "auto" chose, and why; `of_call` if the first call decided it."""
+    """What "auto" chose, and why."""
 
     by_block: bool
     reason: str
-    of_call: bool = False
 
     def __str__(self) -> str:
         return f"{'block by block' if self.by_block else 'one graph'}: {self.reason}"
 
 
 def choose(
-    places: ShardedModules,
-    options: Options,
-    inputs: object,
-    *,
-    fullgraph: bool = False,
-    before: AutoChoice | None = None,
-    alone: bool = False,
+    places: ShardedModules, options: Options, inputs: object, *, fullgraph: bool = False, alone: bool = False
 ) -> AutoChoice:
     """Choose for "auto"; see [Note: one graph or blocks].
 
     Args:
-        places: of the model.
+        places: of the model; keeps what the first call chooses.
         options: of the backend.
         inputs: the arguments of the model's call.
         fullgraph: of `torch.compile`.
-        before: what an earlier call chose, which is kept.
         alone: whether there are no other ranks to agree with.
     """
-    kinds = {name: _kind(*places[name]) for name in blocks_of(places)}
-    if reason := _needs_one_graph(places, kinds, options, fullgraph):
+    model, state = places[""]
+    names = blocks_of(places)
+    kinds = Counter(_kind(*places[name]) for name in names)
+    if reason := _never_by_block(places, kinds, options, fullgraph):
         return AutoChoice(False, reason)
-    if before and before.of_call:
-        return before
-    most = Counter(kinds.values()).most_common(1)[0][0]
-    block = next(name for name, kind in kinds.items() if kind == most)
-    units = [unit for name in places if f"{name}.".startswith(f"{block}.") for unit in places[name][1].units]
-    found = _by_share(units, inputs, options.hardware)
-    if alone or is_alone():
-        return found
-    meeting = Rendezvous(f"regional/{type(places[''][0]).__qualname__}", mesh_axes.ranks_of(units[0].mesh), again=True)
-    return AutoChoice(*json.loads(meeting.decide(json.dumps(found))))
+    if state.compiled.agreed is None:
+        block = next(name for name in names if _kind(*places[name]) == kinds.most_common(1)[0][0])
+        units = [unit for name in places if f"{name}.".startswith(f"{block}.") for unit in places[name][1].units]
+        found = _of_call(places, units, inputs, options.hardware)
+        if not alone and not is_alone():
+            ranks = mesh_axes.ranks_of(units[0].mesh)
+            meeting = Rendezvous(f"regional/{type(model).__qualname__}", ranks, again=True)
+            found = AutoChoice(*json.loads(meeting.decide(json.dumps(found))))
+        state.compiled.agreed = found
+    return state.compiled.agreed
 
 
-def _needs_one_graph(places: ShardedModules, kinds: Mapping[str, object], options: Options, fullgraph: bool) -> str:
-    """Return why a model is one graph whatever it is called with, or nothing.
+def _never_by_block(places: ShardedModules, kinds: Counter[BlockKind], options: Options, fullgraph: bool) -> str:
+    """Return why a model is one graph whatever it is called with, or nothing. All ranks find the same.
 
-    With several meshes, ranks that share one may not share the other, and so could not agree. Blocks that get a cache
-    of keys and values, and those with hooks inside, would need a graph each.
+    With several meshes, ranks that share one may not share the other, and so could not agree.
     """
     units = [unit for _, state in places.values() for unit in state.units]
-    alike = max(Counter(kinds.values()).values(), default=0)
-    modules = list(places[""][0].modules())
     reasons = {
         f"{', '.join(options.one_graph_only)} was set, which is of one graph": bool(options.one_graph_only),
         "fullgraph=True": fullgraph,
-        f"fewer than {MIN_BLOCKS} blocks are alike": alike < MIN_BLOCKS,
+        f"fewer than {MIN_BLOCKS} units below the root are alike": max(kinds.values(), default=0) < MIN_BLOCKS,
         "torch before 2.13 has no limit of graphs for a function": not HAS_LIMIT,
         "its units are on several meshes": len({unit.plan.group for unit in units}) > 1,
         "tensor parallelism": any(member.tensor_parallel for unit in units for member in unit.members),
-        "config.use_cache": any(getattr(getattr(each, "config", None), "use_cache", False) for each in modules),
-        "a block has hooks inside": any(hooks_inside(places[name][0]) for name in kinds),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def _by_share(units: Sequence[Unit], inputs: object, hardware: str | None) -> AutoChoice:
-    numbers, tokens = measured.numbers_of(units, hardware), _tokens(inputs)
+def _of_call(places: ShardedModules, units: Sequence[Unit], inputs: object, hardware: str | None) -> AutoChoice:
+    """Choose for the units of a block by what may differ between ranks and calls.
+
+    Blocks that get a cache of keys and values, and those with hooks inside, would need a graph each.
+    """
+    numbers = measured.numbers_of(units, hardware)
+    if any(getattr(getattr(each, "config", None), "use_cache", False) for each in places[""][0].modules()):
+        return AutoChoice(False, "config.use_cache")
+    if any(hooks_inside(places[name][0]) for name in blocks_of(places)):
+        return AutoChoice(False, "a block has hooks inside")
     if describes(numbers, "cpu"):
-        return AutoChoice(False, "on a CPU it is faster", of_call=True)
-    if not tokens:
-        return AutoChoice(False, "the arguments do not tell how many tokens there are", of_call=True)
+        return AutoChoice(False, "on a CPU it is faster")
+    if not (tokens := _tokens(inputs)):
+        return AutoChoice(False, "the arguments do not tell how many tokens there are")
     share = transfers_per_compute((unit.plan for unit in units), tokens, numbers)
-    reason = f"the launches of a block take {share:.2f} of its compute for {tokens:,} tokens (limit {MAX_SHARE})"
-    return AutoChoice(share <= MAX_SHARE, reason, of_call=True)
+    counted = f"for {tokens:,} tokens on {numbers.name}"
+    return AutoChoice(
+        share <= MAX_SHARE, f"the launches of a block take {share:.2f} of its compute {counted} (limit {MAX_SHARE})"
+    )
 
 
 def _tokens(inputs: object) -> int:
-    """Count the tokens of a call: of ids [batch, tokens], else of embeddings [batch, tokens, width]; 0 if neither."""
-    tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.dtype != torch.bool]
-    ids = [each.numel() for each in tensors if not each.is_floating_point() and each.dim() <= 2]
-    embedded = [each.numel() // each.shape[-1] for each in tensors if each.is_floating_point() and each.dim() == 3]
-    return int(max(ids or embedded, default=0))
+    """Count the tokens of a call: of ids [batch, tokens], or embeddings [batch, tokens, width]; 0 if neither."""
+    tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor) and not each.is_nested]
+    of_ids = (each.numel() for each in tensors if each.dim() <= 2 and each.dtype in _IDS)
+    of_embeddings = (each.shape[0] * each.shape[1] for each in tensors if each.dim() == 3 and each.is_floating_point())
+    return int(max((*of_ids, *of_embeddings), default=0))
 
 
 def blocks_of(places: ShardedModules) -> list[str]:
@@ -147,7 +152,7 @@ def blocks_of(places: ShardedModules) -> list[str]:
     return found
 
 
-def _kind(module: nn.Module, state: ModuleState) -> tuple[type[nn.Module], tuple[str, ...]]:
+def _kind(module: nn.Module, state: ModuleState) -> BlockKind:
     """What two blocks have in common that may share a graph."""
     return type(module), tuple(unit.plan.sharing_key for unit in state.units)
 

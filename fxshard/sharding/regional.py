@@ -45,7 +45,8 @@ class CompiledCalls:
     runs: dict[int, Callable[..., Any]] = field(default_factory=dict)
     blocks: set[int] = field(default_factory=set)  # ids of those that are functions of their own
     has_blocks: bool = False  # whether there are any; a trace may read this, where ids would be guarded
-    choice: AutoChoice | None = None  # of a model: what "auto" chose last
+    agreed: AutoChoice | None = None  # of a model: what all ranks keep to, once the first call has chosen
+    choice: AutoChoice | None = None  # of a model: what "auto" chose for the compiled call that ran last
 
 
 def compile_as_wanted(places: ShardedModules, callback: Any, inputs: object) -> None:
@@ -92,16 +93,17 @@ def _preceded(by: Callable[[], None], run: Callable[..., Any]) -> Callable[..., 
 
 def _compile_as(places: ShardedModules, compiled_with: CompiledWith | None, inputs: object) -> bool:
     """Compile block by block or not, as the options of a backend say, and return which."""
+    model, state = places[""]
+    state.compiled.choice = None
     if compiled_with is None:
+        forget_blocks(places)
         return False
     backend, fullgraph = compiled_with
     given = backend.kwargs.get("options") or {}
     by_block = given.get("regional", "auto")
-    model, state = places[""]
-    before, state.compiled.choice = state.compiled.choice, None
     if by_block == "auto":
         with contextlib.suppress(ConfigError):  # the backend raises it
-            choice = choose(places, parse(given), inputs, fullgraph=fullgraph, before=before)
+            choice = choose(places, parse(given), inputs, fullgraph=fullgraph)
             state.compiled.choice, by_block = choice, choice.by_block
             _log.info("fxshard: %s: %s.", type(model).__name__, choice)
     if by_block is True:
@@ -155,8 +157,10 @@ def _recompile_limit(num_blocks: int) -> dict[str, int]:
 
 
 def forget_blocks(places: ShardedModules) -> None:
-    """Let all modules run uncompiled."""
-    for _, state in places.values():
+    """Let all modules run uncompiled; a module inside that was compiled by itself is so again when it is called."""
+    for name, (_, state) in places.items():
+        if name:
+            state.compiled.options_from = None
         state.compiled.runs.clear()
         state.compiled.blocks.clear()
         state.compiled.has_blocks = False

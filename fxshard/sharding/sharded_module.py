@@ -419,8 +419,8 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = No
     if not eager.inside_call():
         compiled_by, known = callback or module._compiled_call_impl, state.compiled
         if compiled_by is not None and compiled_by is not known.options_from and id(module) not in known.blocks:
-            known.options_from = compiled_by
             regional.compile_as_wanted(states_under(module), callback, (args, kwargs))
+            known.options_from = compiled_by
         elif compiled_by is None and known.options_from is not None and torch_private.backward_id() is None:
             known.options_from = (
                 None  # as uncompiled as a model of one graph is here; a recomputation is as its forward

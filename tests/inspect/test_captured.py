@@ -47,12 +47,10 @@ def shown(explanation: Explanation) -> str:
 def test_every_view_names_the_kernels_of_another_device() -> None:
     explanation = explained()
     assert repr(explanation).splitlines()[-1] == REMARK
-    assert (
-        f"times are estimates for h100 (assumed); one graph: fewer than 8 blocks are alike; {REMARK} Schedules"
-        in shown(explanation)
-    )
+    numbers = f"times are estimates for h100 (assumed); {explanation.choice}; {REMARK}"
+    assert f"{numbers} Schedules" in shown(explanation)
     page = html.page(explanation)
-    assert f"times are estimates for h100 (assumed); one graph: fewer than 8 blocks are alike; {REMARK}." in page
+    assert f"{numbers}." in page
     assert "<dt>captured for</dt><dd>cpu</dd>" in page
 
 

@@ -140,7 +140,7 @@ Explanation of TwoLayers: 2 units, world size 64, 1 frame
   forward_codegen  36 -> 32 nodes after hand_off_prefetch; 2 all_gather; 2.5 KiB gathered
   backward         20 -> 27 nodes after insert_collectives, coalesce_collectives, sink_waits, hoist_prefetch; 1 all_gather, 2 reduce_scatter; 1 KiB gathered
   backward_codegen 27 nodes after hand_off_prefetch; 1 all_gather, 2 reduce_scatter; 1 KiB gathered
-one graph: fewer than 8 blocks are alike
+one graph: fewer than 8 units below the root are alike
 captured for cpu: h100 may run other kernels""",  # noqa: E501
     )
 

@@ -151,16 +151,54 @@ def test_explain_shows_what_would_run_and_why(tmp_path: Path) -> None:
         return {len(frame.plan.units) for frame in made.frames} == {1}, str(made.choice)
 
     slow, cpu = link(1e6, tmp_path), link(1e15, tmp_path, "cpu")
-    took = "the launches of a block take {} of its compute for 600 tokens (limit 0.25)"
+    took = "the launches of a block take {} of its compute for 600 tokens on gpu (limit 0.25)"
     found = explained(hardware=slow)[1]
     assert explained() == (True, "block by block: " + took.format("0.00"))
     assert explained(hardware=slow) == (False, found)
     assert re.sub(r"[\d.]+", "{}", found, count=1) == f"one graph: {took}"
     assert explained(hardware=cpu) == (False, "one graph: on a CPU it is faster")
-    assert explained(num_blocks=7) == (False, "one graph: fewer than 8 blocks are alike")
+    assert explained(num_blocks=7) == (False, "one graph: fewer than 8 units below the root are alike")
     assert explained(prefetch=1, bucket="unit") == (False, "one graph: bucket, prefetch was set, which is of one graph")
     assert explained(torch.randn(600, 8)) == (False, "one graph: the arguments do not tell how many tokens there are")
     assert explained(regional=True) == (True, "None")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "found"),
+    [
+        ((torch.ones(2, 7), torch.arange(14).reshape(2, 7)), 14),  # a mask of floats counts nothing
+        ((torch.ones(2, 7, 8), torch.arange(2)), 14),  # embeddings and a time step of diffusion
+        ((torch.ones(2, 0, 0), torch.arange(5)), 5),  # a placeholder; tokens that were packed
+        ((torch.ones(2, 3, 8, 8),), 0),
+        ((torch.ones(7, 7, dtype=torch.complex64), torch.ones(7, 7, dtype=torch.bool)), 0),
+        ((torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged),), 0),
+        ((), 0),
+    ],
+)
+def test_counts_the_tokens_of_a_call(tensors: tuple[Tensor, ...], found: int) -> None:
+    assert vars(blocks)["_tokens"]({"x": list(tensors), "other": None}) == found
+
+
+def test_explain_of_a_function_around_a_model_is_refused_as_the_run_is(tmp_path: Path) -> None:
+    with emulated_link(2), pytest.raises(ConfigError, match="regional=True is for a model, but a function"):
+        explain(nn.Sequential(shard(Blocks())), IDS, options={"regional": True})
+
+
+def test_explain_keeps_to_what_a_model_has_chosen(tmp_path: Path) -> None:
+    with emulated_link(2):
+        model = shard(Blocks())
+        is_by_block(model, IDS, hardware=link(1e15, tmp_path))
+        kept = explain(model, IDS, options={"hardware": link(1e6, tmp_path)}).choice
+        assert kept is not None
+        assert kept.by_block
+
+
+def test_another_backend_is_refused_after_blocks_were_compiled(tmp_path: Path) -> None:
+    with emulated_link(2):
+        model = shard(Blocks())
+        assert is_by_block(model, IDS, hardware=link(1e15, tmp_path))
+        with pytest.raises(Exception, match="another backend"):
+            torch.compile(model, backend="aot_eager")(IDS)
 
 
 def test_a_compiled_model_tells_what_was_chosen(tmp_path: Path) -> None:
@@ -170,8 +208,10 @@ def test_a_compiled_model_tells_what_was_chosen(tmp_path: Path) -> None:
         chosen = explanation_of(model).choice
         assert chosen is not None
         assert chosen.by_block
-        is_by_block(model, IDS, hardware=link(1e15, tmp_path), regional=False)
+        assert not is_by_block(model, IDS, hardware=link(1e15, tmp_path), regional=False)
         assert explanation_of(model).choice is None
+        is_by_block(model, IDS[:, :1], hardware=link(1e6, tmp_path))
+        assert explanation_of(model).choice == chosen
 
 
 @two_ranks
@@ -181,6 +221,17 @@ def test_ranks_with_unlike_batches_choose_the_same(one_line: bool) -> None:
     mine = IDS[:, :1] if dist.get_rank() == 0 else IDS.repeat(50, 1)
     model = Blocks(width=16)
     found = is_by_block(model if one_line else shard(model), mine, hardware=link(1e9, group_folder()))
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, found)
+    assert both[0] == both[1]
+
+
+@two_ranks
+def test_hooks_on_one_rank_make_no_choice_of_its_own() -> None:
+    model = shard(Blocks())
+    if dist.get_rank() == 0:
+        model.get_submodule("blocks.0.up").register_forward_hook(lambda *_: None)
+    found = is_by_block(model, IDS, hardware=link(1e15, group_folder()))
     both: list[Any] = [None, None]
     dist.all_gather_object(both, found)
     assert both[0] == both[1]
