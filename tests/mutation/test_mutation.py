@@ -34,6 +34,7 @@ from tests.mutation import (
 from tests.mutation.cases import CODEGEN_GIVEN, MODELS, Case, Mutant, correct_cases, mutants, mutated_cases
 from tests.mutation.edits import Mutator, launch_nodes
 from tests.pages import ROOT, assert_page
+from tests.pairwise import slow
 from tests.steps import Step, step
 
 pytestmark = pytest.mark.timeout(1800)  # the first test that needs all mutants makes them
@@ -61,6 +62,13 @@ MARKED: tuple[Mutator, ...] = (
     *subgroup_mutators.MUTATORS,
     *in_step_mutators.MUTATORS,
 )
+
+
+LONG = frozenset(
+    {"gpt", "two_replicas_of_doubles", "offloaded", "in_subgroups", "square_batch", "called_twice", "two_replicas"}
+    | {"two_meshes", "encoded", "two_regions"}
+)
+"""Models of which the mutants, and tests of passes, verify the same graphs."""
 
 
 def mutators_of(case: Case) -> tuple[Mutator, ...]:
@@ -117,9 +125,7 @@ def survivors(*, drawn: bool = False) -> tuple[tuple[Mutant, ...], tuple[Mutant,
     return tuple(mutant for mutant in missed if mutant not in harmless), tuple(harmless)
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(model, marks=pytest.mark.slow if model == "gpt" else ()) for model in MODELS]
-)
+@pytest.mark.parametrize("model", [slow(model) if model in LONG else model for model in MODELS])
 def test_passes_every_correct_graph(model: str) -> None:
     for case in correct_cases([model]):
         case.verify(case.graph, debug=True)

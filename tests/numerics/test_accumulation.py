@@ -87,6 +87,7 @@ def test_accumulates_a_parameter_that_is_read_twice() -> None:
     check_close(Scenario(model=ReadTwice, batch=rows(), backward=several))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_accumulates_under_activation_checkpointing() -> None:
     check_close(Scenario(model=CheckpointedMLP, batch=rows(), backward=several))
@@ -135,6 +136,7 @@ def test_accumulates_microbatches_of_different_shapes() -> None:
 # ---- when and what
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("prepare", [slow(shard_and_compile), only_compile])
 def test_no_sync_holds_for_what_runs_inside(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
@@ -147,6 +149,7 @@ def test_reads_the_flag_when_a_backward_runs(prepare: Callable[[nn.Module, Tools
     check(Scenario(model=MLP, batch=rows(), backward=forwards_ahead, prepare=prepare))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_follows_a_pattern_that_changes() -> None:
     check(Scenario(model=MLP, batch=rows(), backward=now_and_then))
@@ -222,6 +225,7 @@ def not_the_last(run: Run, step: int) -> Tensor:
     return in_turn(run, step, *({"requires_gradient_sync": sync, "is_last_backward": last} for sync, last in order))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_several_backwards_with_sync_add_up() -> None:
     check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=not_the_last))

@@ -9,7 +9,7 @@ from tests.pairwise import each_once, slow
 from tests.ranks import two_ranks
 from tests.state import processes
 
-ALSO = ("gathers alone", "reductions alone", "counted", "kept", "frozen")
+ALSO = ("gathers alone", "reductions alone", "counted", "kept", "frozen", "accumulation", "resident", "offloaded")
 """Scenarios of which "one buffer", "one buffer to send", "all" and the tests that count calls run the lines."""
 
 
@@ -67,6 +67,7 @@ def test_on_four_ranks_and_on_two_replicas() -> None:
     processes.run(4, comms.train_in_subgroups)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_with_code_of_inductors() -> None:
     comms.train_compiled()
@@ -83,6 +84,7 @@ def test_equal_blocks_have_objects_of_their_own(lower: str, each: bool) -> None:
     comms.are_told_apart(lower, each)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_serves_inference() -> None:
     comms.serve_inference()

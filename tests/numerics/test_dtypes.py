@@ -147,6 +147,7 @@ def test_gathers_norms_in_their_own_dtype_where_the_policy_says_so(compiled: boo
     check_bitwise(Scenario(model=Mixed, batch=rows(), prepare=overridden(compiled)))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_compiled_code_gathers_two_dtypes_of_a_unit() -> None:
     # Inductor keeps fp32 between fused bf16 operations, where eager rounds: a bf16 ulp is 2**-8.
@@ -278,6 +279,7 @@ def test_sums_of_bf16_gradients_are_those_of_unsharded_training(shard: Sharded, 
             torch.testing.assert_close(full(found.grad).double(), mean / 2, rtol=rtol, atol=atol)
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("shard", [compiled, slow(uncompiled)])
 def test_microbatches_are_added_up_and_stepped_with_in_it(shard: Sharded) -> None:

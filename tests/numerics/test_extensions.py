@@ -86,15 +86,18 @@ def test_trains_as_fsdp2_with_the_same_subclass(cls: type[Float8Weight], prepare
         pytest.param({"shard_kwargs": {"mp_policy": BFLOAT16}}, id="mixed precision"),
         pytest.param({"frozen": True, "checkpoints": True}, id="frozen and checkpointed"),
         pytest.param({"hidden": 7}, id="uneven rows"),
-        pytest.param({"prepare": compile_each_block}, id="block by block"),
+        pytest.param({"prepare": compile_each_block}, id="block by block", marks=pytest.mark.slow),
         pytest.param({"backward": several}, id="microbatches", marks=pytest.mark.slow),
-        pytest.param({"shard_kwargs": {"reshard_after_forward": False}, "backward": kept}, id="kept"),
+        pytest.param(
+            {"shard_kwargs": {"reshard_after_forward": False}, "backward": kept}, id="kept", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_trains_as_fsdp2_in_other_settings(kwargs: dict[str, Any]) -> None:
     check_bitwise(scenario(**kwargs))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize(
     "options", [slow({"bucket": 1.0}), {"prefetch": 2, "streams": "side"}, slow({"resident_gib": 1.0})]
@@ -104,6 +107,7 @@ def test_passes_move_bytes_as_they_move_others(options: dict[str, Any]) -> None:
     compare(train(which, fxshard_system(**options)), train(which, FSDP2), rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_in_code_of_inductor() -> None:
     check_inductor(scenario(num_blocks=1), rtol=1e-4, atol=1e-5)
@@ -119,6 +123,7 @@ def set_scales(run: Run, step: int) -> None:
             local.scale = 224 / largest  # half of what the hook itself would take
 
 
+@pytest.mark.slow
 @two_ranks
 def test_hooks_see_what_is_set_on_the_local_tensor() -> None:
     check_bitwise(scenario(before_step=set_scales))
@@ -190,6 +195,7 @@ def test_a_write_that_torch_does_not_count_is_gathered() -> None:
         assert not torch.equal(before, compiled(x))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_a_model_on_meta_gets_its_values_later() -> None:
     with torch.device("meta"):

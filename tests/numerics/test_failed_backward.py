@@ -188,6 +188,7 @@ def test_what_only_looks_like_a_failed_backward_is_accepted(way: str) -> None:
     assert_is_mean_of(model, [5, 6])
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("way", ["compiled", slow("in parts")])
 def test_a_lost_forward_is_warned_of_where_a_compilation_hides_whether_its_backward_failed(way: str) -> None:

@@ -93,6 +93,7 @@ def test_trains_across_a_graph_break() -> None:
     check(SCENARIOS["a graph break"])
 
 
+@pytest.mark.slow
 @two_ranks
 def test_adds_up_what_two_graphs_give_one_parameter() -> None:
     # Each graph reduces its own part over the ranks; FSDP2 adds the parts first.
@@ -175,6 +176,7 @@ def test_trains_in_mixed_precision(precision: str, compiled: bool) -> None:
     check_bitwise(Scenario(model=MLP, batch=rows(), loss=loss, prepare=prepare, shard_kwargs={"mp_policy": policy}))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_returns_the_output_dtype_of_the_policy() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
@@ -197,6 +199,7 @@ def test_divides_gradients_as_fsdp2_does_in_each_dtype(compiled: bool, dtype: to
     check_bitwise(Scenario(model=MLP, batch=rows(), prepare=prepare, shard_kwargs={"mp_policy": policy}))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("reshard_after_forward", [True, False, slow(None)])
 def test_runs_two_forwards_before_two_backwards(reshard_after_forward: bool | None) -> None:
@@ -222,6 +225,7 @@ def test_differentiates_a_gradient_in_eager_mode() -> None:
     check_against_unsharded(scenario)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_runs_one_backward_through_two_forwards() -> None:
     # FSDP2 reduces units whose inputs need no gradient once for both forwards, the others once for each.

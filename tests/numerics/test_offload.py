@@ -159,6 +159,7 @@ def test_half_of_the_bytes_are_offloaded_by_whole_units() -> None:
     assert "on the host (blocks.1)" in repr(said)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_one_line_trains_as_unsharded_with_any_part_offloaded() -> None:
     for part in (0.5, 1):

@@ -83,6 +83,7 @@ def test_trains_like_the_plain_step(name: str, lower: str) -> None:
     compare(train(replace(scenario, optimizer=overlapped), system), train(scenario, plain), rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_the_forward_takes_over_what_the_step_launched() -> None:
     run = start(REGRESSION, fxshard_system())
@@ -102,6 +103,7 @@ def test_the_forward_takes_over_what_the_step_launched() -> None:
     assert in_flight(run.model) == 0
 
 
+@pytest.mark.slow
 @two_ranks
 def test_sees_every_write_after_the_step() -> None:
     runs = [start(REGRESSION, fxshard_system()) for _ in range(2)]
@@ -183,6 +185,7 @@ def random_life(run: Run, seed: int) -> list[Tensor]:
     return [*told, *(full(p) for p in run.named_parameters().values())]
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in range(1, LIVES))])
 def test_a_random_life_is_the_same_to_the_bit(seed: int) -> None:
@@ -283,6 +286,7 @@ def test_steps_the_rest_while_the_gather_is_on_the_link() -> None:
     assert ops_of_a_step(run) == ["addcdiv_", "all_gather"]
 
 
+@pytest.mark.slow
 @two_ranks
 def test_a_closure_and_a_compiled_step_run_once_and_whole() -> None:
     scenario = replace(SCENARIOS["MLP"], optimizer=OPTIMIZERS["SGD"])  # less to trace than AdamW
@@ -337,6 +341,7 @@ def scheduled(run: Run, make: Callable[[Any], Optimizer], *, overlaps: bool, bef
     return [full(p) for p in run.named_parameters().values()], optim.state_dict()
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("name", ["AdamW", "SGD", *(slow(name) for name in OPTIMIZERS if name not in ("AdamW", "SGD"))])
 def test_steps_like_the_plain_optimizer_under_a_scheduler(name: str) -> None:

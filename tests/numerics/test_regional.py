@@ -113,6 +113,7 @@ def sharded(kind: Callable[[int], Deep], num_blocks: int) -> Deep:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Deep, slow(InARow)])
 def test_blocks_that_are_alike_share_one_graph(kind: Callable[[int], Deep]) -> None:
     graphs = []
@@ -135,6 +136,7 @@ class Numbered(FeedForward):
         return super().forward(x) * (1 + self.number)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_LIMIT, reason="torch 2.11 has one limit of graphs for all blocks")
 def test_blocks_that_read_their_own_number_have_a_graph_each() -> None:
     """Also more of them than Dynamo compiles of one function."""
@@ -319,6 +321,7 @@ def test_two_parts_may_share_blocks(options: dict[str, Any]) -> None:
     assert all(p.grad is not None for p in shared.parameters())
 
 
+@pytest.mark.slow
 def test_more_kinds_of_blocks_than_dynamo_compiles_anew() -> None:
     torch._dynamo.reset()
     with emulated_link(2):

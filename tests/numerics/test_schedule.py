@@ -86,6 +86,7 @@ def test_loses_the_order_there_without_pins() -> None:
     assert code.index("wait 0 of prefetched_all_gather 1") < code.index("mm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [slow(Blocks), graphs.TwoLayers])
 def test_makes_no_more_kernels_with_pins_than_without(model: type[nn.Module]) -> None:
     x = torch.randn(WIDTH, graphs.WIDTH if model is graphs.TwoLayers else WIDTH)

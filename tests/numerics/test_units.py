@@ -63,6 +63,7 @@ def test_trains_compiled_as_a_whole(reshard_after_forward: bool | None) -> None:
     check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, shard_kwargs=kwargs))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("prepare", [compile_each_block, compile_and_replace_each_block])
 @pytest.mark.parametrize("reshard_after_forward", [True, slow(None)])
@@ -81,6 +82,7 @@ def test_trains_with_a_list_of_modules_as_one_unit() -> None:
     check(SCENARIOS["a list as one unit"])
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_with_units_inside_units() -> None:
     check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, prepare=shard_nested))
@@ -162,6 +164,7 @@ def shard_on_two_meshes(model: nn.Module, tools: Tools) -> nn.Module:
     return tools.compile(model)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_modules_on_two_groups_of_all_ranks() -> None:
     check(Scenario(model=MLP, batch=rows(), prepare=shard_on_two_meshes))

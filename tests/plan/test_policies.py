@@ -63,6 +63,7 @@ def test_policies_are_those_that_make_a_difference() -> None:
         policies_of(["keep", "recompute"], shards=8, ranks_per_node=8, accumulation=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [slow(1), 3])
 def test_the_solver_counts_the_bytes_of_the_simulation(accumulation: int) -> None:
     found, asked = traced(accumulation), problem(accumulation)

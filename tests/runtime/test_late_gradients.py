@@ -52,6 +52,7 @@ def test_gradients_are_the_same_to_the_bit(link: EmulatedLink, lower: str) -> No
     assert (seen, late(model)) == ([2] * 3, 0)
 
 
+@pytest.mark.slow
 @LOWERS
 def test_gradients_that_are_reduced_in_another_dtype_are_late_and_the_same_to_the_bit(
     link: EmulatedLink, lower: str
@@ -101,6 +102,7 @@ def test_a_block_may_be_called_at_several_places(
     assert [late(model) for model in models] == [0, 0]
 
 
+@pytest.mark.slow
 @LOWERS
 @pytest.mark.parametrize("first_synced", [0, 2])
 def test_several_backwards_add_up(link: EmulatedLink, lower: str, first_synced: int) -> None:
@@ -167,6 +169,7 @@ def test_hooks_of_parameters_run_when_their_block_ends(
     assert places == [1]  # before the backward of the block before it begins
 
 
+@pytest.mark.slow
 def test_a_backward_that_fails_leaves_nothing_to_the_next_step(link: EmulatedLink) -> None:
     model, reference = pair(link)
     gc.collect()  # what other tests have left
@@ -227,6 +230,7 @@ def test_a_backward_for_some_inputs_gives_parameters_none(link: EmulatedLink, lo
     assert late(model) == 0
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_steps_in_a_hook_steps_all(link: EmulatedLink) -> None:
     """The parameter that gets its gradient last has the hook, in the block that is called first."""
     stepped = []

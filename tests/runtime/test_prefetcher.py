@@ -81,6 +81,7 @@ def test_recomputation_is_no_other_way(link: EmulatedLink, monkeypatch: pytest.M
     assert not any(waits)
 
 
+@pytest.mark.slow
 def test_a_backward_that_comes_to_no_graph_drops_what_was_launched_for_it(link: EmulatedLink) -> None:
     model = warm(block_by_block(link, Between))
     model.skipped = range(NUM_BLOCKS)
@@ -166,6 +167,7 @@ def test_trains_to_the_same_bits(link: EmulatedLink, lower: str) -> None:
     assert all(map(torch.equal, gradients[:3], gradients[3:]))
 
 
+@pytest.mark.slow
 def test_unshard_launches_ahead_of_the_call(link: EmulatedLink) -> None:
     model, reference = warm(block_by_block(link)), block_by_block(link, prefetch=0)
     third = cast(ShardedModule, list(model.blocks)[2])
@@ -204,6 +206,7 @@ def test_an_event_is_waited_for_where_no_gather_is_the_prefetchers(link: Emulate
     assert prefetcher_of(model).after is None
 
 
+@pytest.mark.slow
 def test_a_model_on_the_cpu_has_no_gpu_wait_where_there_is_one(
     link: EmulatedLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +251,7 @@ def test_unshard_gathers_anew_what_it_gathered_before(link: EmulatedLink) -> Non
     assert torch.equal(step(model), step(reference))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_dropped_leaves_no_collective_unwaited(link: EmulatedLink) -> None:
     model = warm(block_by_block(link))
     gc.collect()  # what other tests have left

@@ -186,6 +186,7 @@ def test_ranks_are_in_step_again_after_all_have_been_refused() -> None:
         train_step(model)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_an_evaluation_on_one_rank_before_training() -> None:
     model = Setup().build()
@@ -217,6 +218,7 @@ def join_hasty_group(seconds: float) -> None:
     dist.init_process_group("fxshard_gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
 
 
+@pytest.mark.slow
 @fresh_ranks
 def test_a_rank_that_turns_off_a_known_path_is_refused_and_the_others_learn_why_their_collective_fails() -> None:
     join_hasty_group(5.0)
@@ -292,6 +294,7 @@ def test_trains_on_where_one_rank_recompiles() -> None:
     check_bitwise(Scenario(model=MLP, batch=rows(), before_step=recompile_on_rank_1))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_on_where_one_rank_takes_its_code_from_the_cache() -> None:
     check_inductor(Scenario(model=MLP, batch=rows(), before_step=recompile_on_rank_1))
@@ -302,6 +305,7 @@ def evaluate_on_all_ranks(run: Run, step: int) -> None:
         run.model(torch.ones(3, WIDTH, dtype=run.system.dtype))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_on_after_evaluations_on_all_ranks() -> None:
     check_bitwise(Scenario(model=MLP, batch=rows(), before_step=evaluate_on_all_ranks))
