@@ -93,7 +93,7 @@ def choose(
 
 
 def _never_by_block(places: ShardedModules, kinds: Counter[BlockKind], options: Options, fullgraph: bool) -> str:
-    """Return why a model is one graph whatever it is called with, or nothing. All ranks find the same.
+    """Return why every call of a model takes one graph, or an empty string; the same on each rank.
 
     With several meshes, ranks that share one may not share the other, and so could not agree.
     """
@@ -110,7 +110,7 @@ def _never_by_block(places: ShardedModules, kinds: Counter[BlockKind], options: 
 
 
 def _of_call(places: ShardedModules, units: Sequence[Unit], inputs: object, hardware: str | None) -> AutoChoice:
-    """Choose for the units of a block by what may differ between ranks and calls.
+    """Choose for the units of a block by hooks, configuration, hardware and tokens, which ranks may not share.
 
     Blocks that get a cache of keys and values, and those with hooks inside, would need a graph each.
     """

@@ -68,7 +68,7 @@ LONG = frozenset(
     {"gpt", "two_replicas_of_doubles", "offloaded", "in_subgroups", "square_batch", "called_twice", "two_replicas"}
     | {"two_meshes", "encoded", "two_regions"}
 )
-"""Models of which the mutants, and tests of passes, verify the same graphs."""
+"""Models whose correct graphs reach no line of the verifier that those of the others do not."""
 
 
 def mutators_of(case: Case) -> tuple[Mutator, ...]:
