@@ -6,10 +6,10 @@ the host has launched it. A graph may call others: [Note: outlined traces] in `p
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 from torch import fx
@@ -66,8 +66,8 @@ class Interval:
 class GraphOfStep:
     """A graph of a step, and the gathers at its two ends.
 
-    The first launch is made by the graph before, behind the last one of that (`passes/hand_off_prefetch.py`). Where one
-    unit's launches are all of a graph, each of them makes the one behind it.
+    The launches of its first unit are made by the graph before, behind the last one of that
+    (`passes/hand_off_prefetch.py`). Where one unit's launches are all of a graph, the first makes the others.
     """
 
     def __init__(
@@ -98,10 +98,11 @@ class GraphOfStep:
         groups = launch_groups.groups_of(graph, GATHERS)
         hands_over = hands_over and bool(groups) and _is_handed_over(groups[0], in_subgroups)
         launches = [launch_groups.group_of(launch).nodes for group in groups for launch in group.launches]
-        self.ahead = tuple(launches[0]) if hands_over else ()
+        of_first = len(groups[0].launches) if hands_over else 0
+        self.ahead = tuple(itertools.chain(*launches[:of_first]))
         self.first = tuple(node for node in self.ahead if node in timeline.queues)
         is_only = hands_over and len(groups) == 1
-        self.pulled = {groups[0].launches[i]: nodes for i, nodes in enumerate(launches[1:])} if is_only else {}
+        self.pulled = {groups[0].launches[0]: tuple(itertools.chain(*launches[1:]))} if is_only else {}
         self.last = groups[-1].launches[-1 if is_only else 0] if groups else None
         self.events = sorted([*timeline.needs, *self.calls])  # nodes compare by their place in the graph
         self.copies: dict[fx.Node, fx.Node] = {}  # wait for a gather behind which it is copied -> the gather
@@ -109,7 +110,7 @@ class GraphOfStep:
             waits = (event for event in self.events if launch in timeline.needs.get(event, ()))
             self.copies[next(waits)] = launch
         begun = {node for node, cost in timeline.compute.items() if cost.starts}
-        kernels = accumulate((node in begun for node in graph.nodes), initial=0)
+        kernels = itertools.accumulate((node in begun for node in graph.nodes), initial=0)
         self.kernels_before = dict(zip(graph.nodes, kernels, strict=False))
         self.num_kernels = len(begun)
 
@@ -164,7 +165,7 @@ class Clock:
         Each microbatch reduces its gradients, or the last one for all.
         """
         row = [*graphs] * microbatches
-        for number, (graph, following) in enumerate(zip_longest(row, row[1:])):
+        for number, (graph, following) in enumerate(itertools.zip_longest(row, row[1:])):
             self.again, self.reduces = number >= len(graphs), reduces_each or number >= len(row) - len(graphs)
             self.run(graph, following)
         if self.last:
@@ -193,7 +194,7 @@ class Clock:
                     if graph.reduces_at_once and node.target in _REDUCING:
                         self._wait([done[node]], timeline.launches[node].label)
                 for each in (each for each in graph.pulled.get(node, ()) if each in timeline.queues):
-                    if self._launches(graph, each):
+                    if each not in done and self._launches(graph, each):
                         done[each] = self._launch(timeline, each, 0.0, run)
                 if node is graph.last:
                     self._begin(called[0][0] if called else following)

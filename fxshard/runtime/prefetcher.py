@@ -2,9 +2,10 @@
 
 [Note: prefetch across graphs]
 A model that breaks into several graphs, or is compiled block by block, would gather at the start of each graph with
-nothing to hide it. So the first launch of a graph is `fxshard::prefetched_all_gather`, which takes what is in flight
-already, and the last one also launches what the next graph will take. Which graph that is, the prefetcher has seen
-before: it remembers what was taken after what, separately for forward and backward. What was launched and is not taken
+nothing to hide it. So the first launches of a graph are `fxshard::prefetched_all_gather`, which takes what is in flight
+already, and the last one also launches what the next graph will take: all that its first unit gathers there, for what
+is launched later stands on the link behind the reductions of the graph before. Which graph that is, the prefetcher has
+seen: it remembers what was taken after what, separately for forward and backward. What was launched and is not taken
 (the model went another way this time) is dropped. All ranks see the same requests, so they launch the same. But where
 fewer ranks share some units of a model (experts), and these get no rows, their ranks see fewer requests than others: so
 there a request is guessed only if its ranks are a proper subset of those of the unit before it.
@@ -199,9 +200,10 @@ class Prefetcher:
             memory, place = self._following, (scope.is_backward, len(self._taken), self._taken[-1])
         if place not in memory or memory[place].unit in units or not memory[place].guess:
             return False
-        requested = (request for unit in units for request in self._of_unit.get((scope.is_backward, unit), {}).values())
+        requested = [*filter(None, (self._of_unit.get((scope.is_backward, unit)) for unit in units))]
         is_guessed = any(gathered.why == "next" for gathered in self._cache.values())
-        if not is_guessed and memory[place].sizes == next(requested).sizes:
+        guessed = self._of_one_unit(memory[place], scope.is_backward, len(self._taken) if scope == self._scope else 0)
+        if not is_guessed and [each.sizes for each in guessed] == [each.sizes for each in requested[0].values()]:
             return False  # launches that meet are of one size: ranks that differ are told when they look back
         del memory[place]
         return True
@@ -244,7 +246,8 @@ class Prefetcher:
                     self._launch(wanted, "listed")
         following = self._following.get((scope.is_backward, len(self._taken), self._taken[-1]))
         if guess and listed == () and following is not None and self._is_foreseen_alike(following, unit):
-            self._launch(following, "next")
+            for wanted in self._of_one_unit(following, scope.is_backward, len(self._taken)):
+                self._launch(wanted, "next")
 
     @property
     def foresees_backward(self) -> bool:
@@ -268,7 +271,17 @@ class Prefetcher:
             if scope != self._scope:
                 self._begin(scope)
             with torch.inference_mode(False), torch.no_grad():  # a graph may save it
-                self._launch(first, "next")
+                for wanted in self._of_one_unit(first, scope.is_backward, 0):
+                    self._launch(wanted, "next")
+
+    def _of_one_unit(self, first: AllGatherRequest, is_backward: bool, num_taken: int) -> list[AllGatherRequest]:
+        """What is taken after so many others, and what of its unit came right behind it the last time."""
+        found = {first.key: first}
+        while True:
+            following = self._following.get((is_backward, num_taken + len(found), [*found][-1]))
+            if following is None or following.unit is not first.unit or following.key in found:
+                return [*found.values()]
+            found[following.key] = following
 
     def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
         """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""
