@@ -23,7 +23,7 @@ class HandOffPrefetch(GraphPass):
              %u1 = fxshard.prefetched_all_gather(%shard_1, ..., 'last')   compute
 
     The op in the place of the first launch group takes what is in flight already, or launches; behind the last one it
-    also launches what the next graph will take. Which graph that is, the prefetcher has seen before:
+    also launches what the first unit of the next graph will take. Which graph that is, the prefetcher has seen before:
     `runtime/prefetcher.py`, [Note: prefetch across graphs].
 
     Attributes:
@@ -31,7 +31,7 @@ class HandOffPrefetch(GraphPass):
             under a memory budget, which counts the launches of one graph.
         hands_over: whether to launch anything for the next graph.
 
-    Numerics: unchanged. Memory: one launch group more is in flight between two graphs.
+    Numerics: unchanged. Memory: the launches of one unit more are in flight between two graphs.
     No-op: no all_gather; the graph reaches over its ends already.
     Source: FSDP2 `_fsdp_param_group.py` (`_prefetch_unshard`, `_backward_prefetch`).
     """

@@ -76,14 +76,14 @@ def choose(
         alone: whether there are no other ranks to agree with.
     """
     model, state = places[""]
-    names = blocks_of(places)
-    kinds = Counter(_kind(*places[name]) for name in names)
+    blocks = blocks_of(places)
+    kinds = Counter(blocks.values())
     if reason := _never_by_block(places, kinds, options, fullgraph):
         return AutoChoice(False, reason)
     if state.compiled.agreed is None:
-        block = next(name for name in names if _kind(*places[name]) == kinds.most_common(1)[0][0])
+        block = next(name for name, kind in blocks.items() if kind == kinds.most_common(1)[0][0])
         units = [unit for name in places if f"{name}.".startswith(f"{block}.") for unit in places[name][1].units]
-        found = _of_call(places, units, inputs, options.hardware)
+        found = _of_call([places[name][0] for name in blocks], model, units, inputs, options.hardware)
         if not alone and not is_alone():
             ranks = mesh_axes.ranks_of(units[0].mesh)
             meeting = Rendezvous(f"regional/{type(model).__qualname__}", ranks, again=True)
@@ -109,15 +109,17 @@ def _never_by_block(places: ShardedModules, kinds: Counter[BlockKind], options: 
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def _of_call(places: ShardedModules, units: Sequence[Unit], inputs: object, hardware: str | None) -> AutoChoice:
+def _of_call(
+    blocks: Sequence[nn.Module], model: nn.Module, units: Sequence[Unit], inputs: object, hardware: str | None
+) -> AutoChoice:
     """Choose for the units of a block by hooks, configuration, hardware and tokens, which ranks may not share.
 
     Blocks that get a cache of keys and values, and those with hooks inside, would need a graph each.
     """
     numbers = measured.numbers_of(units, hardware)
-    if any(getattr(getattr(each, "config", None), "use_cache", False) for each in places[""][0].modules()):
+    if any(getattr(getattr(each, "config", None), "use_cache", False) for each in model.modules()):
         return AutoChoice(False, "config.use_cache")
-    if any(hooks_inside(places[name][0]) for name in blocks_of(places)):
+    if any(map(hooks_inside, blocks)):
         return AutoChoice(False, "a block has hooks inside")
     if describes(numbers, "cpu"):
         return AutoChoice(False, "on a CPU it is faster")
@@ -138,17 +140,17 @@ def _tokens(inputs: object) -> int:
     return int(max((*of_ids, *of_embeddings), default=0))
 
 
-def blocks_of(places: ShardedModules) -> list[str]:
+def blocks_of(places: ShardedModules) -> dict[str, BlockKind]:
     """Return the outermost modules that are alike another one, and those beside them that hold none of these."""
     kinds = {name: _kind(module, state) for name, (module, state) in places.items() if name and state.units}
     count = Counter(kinds.values())
     repeated = {name for name, kind in kinds.items() if count[kind] > 1}
-    found: list[str] = []
-    for name in kinds:
+    found: dict[str, BlockKind] = {}
+    for name, kind in kinds.items():
         if not any(name.startswith(f"{outer}.") for outer in found) and (
             name in repeated or not any(inner.startswith(f"{name}.") for inner in repeated)
         ):
-            found.append(name)
+            found[name] = kind
     return found
 
 

@@ -31,6 +31,13 @@ def test_gathers_the_next_block_before_one_computes(link: EmulatedLink) -> None:
     assert backward == "ag3 ag2 w3 c rs3 ag1 w2 c rs2 w3 ag0 w1 c rs1 w2 w0 c rs0 w1 w0"
 
 
+def test_gathers_all_that_the_next_block_reads(link: EmulatedLink) -> None:
+    """What it launched itself would stand behind the reduction of the block before."""
+    forward, backward = issued(warm(block_by_block(link, Between, bucket=1e-6)))
+    assert forward == "agroot ag0 wroot c ag1 w0 c w0 c ag2 w1 c w1 c ag3 w2 c w2 c w3 c w3 c"
+    assert backward.startswith("ag3 c ag2 w3 c rs3 w3 c rs3 w3 ag1 w2 c rs2 w2 c rs2 w2 ag0 w1 c")
+
+
 def test_gathers_the_first_block_before_what_runs_outside_of_graphs_computes(link: EmulatedLink) -> None:
     model = warm(block_by_block(link, Between))
     forward, backward = issued(model)

@@ -135,8 +135,13 @@ def _facts(outcome: Outcome, seconds: float) -> list[tuple[str, str]]:
     facts.append(("tokens per second", ", ".join(f"{speed:,.0f} {run}" for run, speed in speeds.items() if speed)))
     for graph in outcome.graphs:
         facts.append((f"{graph.kind} graph", f"{_launches(graph.collectives)} per call: {graph.path}"))
+    most = max((4 * unit.num_params for unit in outcome.units), default=0)  # float32; `bucket_peak_share` is 1.0
     facts.append(
-        ("one graph for all", "without regional=True small launches are merged: docs/passes/bucket_collectives.md")
+        (
+            "one graph for all",
+            f"without regional=True small launches are merged, for at most {_mib(most)} more of gathered parameters, "
+            "and of gradients, at once: docs/passes/bucket_collectives.md",
+        )
     )
     facts.append(("time", f"{seconds:.0f} s, {outcome.first_step_s(Run.SHARDED):.0f} s of them the first step"))
     return facts

@@ -71,7 +71,7 @@ def scripted(last_loss: float) -> Generator[Event]:
         for step, loss in enumerate((5.0, 4.0, end)):
             yield Step(run=training, rank=0, step=step, loss=loss, seconds=0.5, state_bytes=8 << 20)
     yield Graph(kind="forward", path="out/forward.txt", collectives={"all_gather": 7})
-    yield UnitLaunches(name="blocks.0", num_params=1000, launches={"forward": {"all_gather": 1}, "backward": {}})
+    yield UnitLaunches(name="blocks.0", num_params=262_144, launches={"forward": {"all_gather": 1}, "backward": {}})
     yield UnitLaunches(name="the rest", num_params=24, launches={})
 
 
@@ -97,8 +97,9 @@ def test_the_end_tells_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     status, lines = demo(monkeypatch, last_loss=3.0)
     assert status == 0
     assert "forward graph         7 all_gather per call: out/forward.txt" in lines
-    assert "│ blocks.0 │      1,000 │ 1 all_gather     │ no collectives   │" in lines
+    assert "│ blocks.0 │    262,144 │ 1 all_gather     │ no collectives   │" in lines
     assert "│ the rest │         24 │ where it is read │ where it is read │" in lines
+    assert any("merged, for at most 1.0 MiB more of gathered parameters" in line for line in lines)
     assert any(line.startswith("stored per rank       8.0 MiB") and "50.0% of the full" in line for line in lines)
     assert lines[-1].startswith("OK: the loss fell from 5.000 to 3.000, and sharded training equals unsharded training")
 
