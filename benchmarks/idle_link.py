@@ -1,4 +1,4 @@
-"""Where in a step a link stands idle: `python -m benchmarks.idle_link small 0.641`.
+"""Where in a step a link stands idle: `python -m benchmarks.idle_link small 0.641`, block by block with `regional`.
 
 Rank 0 of 8 on an emulated link of so many GB/s and 30 us. Prints for each part of a step (forward, backward, what
 follows) how long it takes, how long the link is busy in it, and how long it is idle before the first transfer, between
@@ -33,7 +33,7 @@ def idle(transfers: list[Transfer], begin: float, end: float) -> tuple[float, fl
     return busy / 1e3, (first - begin) / 1e3, (last - first - busy) / 1e3, (end - last) / 1e3
 
 
-def main(name: str, gigabytes_per_s: float) -> None:
+def main(name: str, gigabytes_per_s: float, *, regional: bool) -> None:
     """Measure, and print JSON."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def main(name: str, gigabytes_per_s: float) -> None:
         origin = cast(Any, link.engine)._origin
         for unit in (*model.blocks, model):
             fxshard.fully_shard(unit, mesh=link.mesh)
-        call = cast(Any, torch.compile)(model, backend="fxshard")
+        call = cast(Any, torch.compile)(model, backend="fxshard", options={"regional": regional})
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for _ in range(ROUNDS):
             link.clear()
@@ -68,4 +68,4 @@ def main(name: str, gigabytes_per_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), regional="regional" in sys.argv[3:])

@@ -67,7 +67,7 @@ class GraphOfStep:
     """A graph of a step, and the gathers at its two ends.
 
     The launches of its first unit are made by the graph before, behind the last one of that
-    (`passes/hand_off_prefetch.py`). Where one unit's launches are all of a graph, the first makes the others.
+    (`passes/hand_off_prefetch.py`).
     """
 
     def __init__(
@@ -97,12 +97,10 @@ class GraphOfStep:
         self.reduces_at_once = reduces_at_once
         groups = launch_groups.groups_of(graph, GATHERS)
         hands_over = hands_over and bool(groups) and _is_handed_over(groups[0], in_subgroups)
-        launches = [launch_groups.group_of(launch).nodes for group in groups for launch in group.launches]
-        of_first = len(groups[0].launches) if hands_over else 0
-        self.ahead = tuple(itertools.chain(*launches[:of_first]))
+        launches = [launch_groups.group_of(launch).nodes for launch in groups[0].launches] if groups else []
+        self.ahead = tuple(itertools.chain(*launches)) if hands_over else ()
         self.first = tuple(node for node in self.ahead if node in timeline.queues)
         is_only = hands_over and len(groups) == 1
-        self.pulled = {groups[0].launches[0]: tuple(itertools.chain(*launches[1:]))} if is_only else {}
         self.last = groups[-1].launches[-1 if is_only else 0] if groups else None
         self.events = sorted([*timeline.needs, *self.calls])  # nodes compare by their place in the graph
         self.copies: dict[fx.Node, fx.Node] = {}  # wait for a gather behind which it is copied -> the gather
@@ -193,9 +191,6 @@ class Clock:
                     done[node] = self._launch(timeline, node, max((each.end for each in needed), default=0.0), run)
                     if graph.reduces_at_once and node.target in _REDUCING:
                         self._wait([done[node]], timeline.launches[node].label)
-                for each in (each for each in graph.pulled.get(node, ()) if each in timeline.queues):
-                    if each not in done and self._launches(graph, each):
-                        done[each] = self._launch(timeline, each, 0.0, run)
                 if node is graph.last:
                     self._begin(called[0][0] if called else following)
             elif needed:

@@ -428,8 +428,6 @@ class _Walk:
         self._make(graph, node, there)
         if (copied := graph.runs.copies.get(node)) is not None:
             self.free(there.pop(copied))
-        for each in graph.runs.pulled.get(node, ()):
-            self._make(graph, each, there)
 
     def _make(self, graph: GraphMemory, node: fx.Node, there: _There) -> None:
         """Make what a node makes, unless it was launched ahead."""

@@ -3,12 +3,12 @@
 [Note: prefetch across graphs]
 A model that breaks into several graphs, or is compiled block by block, would gather at the start of each graph with
 nothing to hide it. So the first launches of a graph are `fxshard::prefetched_all_gather`, which takes what is in flight
-already, and the last one also launches what the next graph will take: all that its first unit gathers there, for what
-is launched later stands on the link behind the reductions of the graph before. Which graph that is, the prefetcher has
-seen: it remembers what was taken after what, separately for forward and backward. What was launched and is not taken
-(the model went another way this time) is dropped. All ranks see the same requests, so they launch the same. But where
-fewer ranks share some units of a model (experts), and these get no rows, their ranks see fewer requests than others: so
-there a request is guessed only if its ranks are a proper subset of those of the unit before it.
+already, and the last one also launches what the first unit of the next graph will take: all of it, for what is launched
+later stands on the link behind the reductions of the graph before. The prefetcher remembers what was taken after what,
+separately for forward and backward. What was launched and is not taken (the model went another way this time) is
+dropped. All ranks see the same requests, so they launch the same. But where fewer ranks share some units of a model
+(experts), and these get no rows, their ranks see fewer requests than others: so there a request is guessed only if its
+ranks are a proper subset of those of the unit before it.
 
 A guess does not reach over the end of the outermost module's call or of a backward: an optimizer may step there. A call
 that activation checkpointing repeats is part of its backward. Where code outside of graphs comes first (an embedding in
@@ -79,10 +79,11 @@ class Prefetcher:
         self._cache = cache
         self._scope: eager.Running | None = None
         self._taken: list[Key] = []  # in this scope
-        # By direction, backward or not.
-        self._following: dict[tuple[bool, int, Key], AllGatherRequest] = {}  # also by how many were taken so far
-        self._first: dict[bool, AllGatherRequest] = {}  # known to be what all ranks took first
-        self._taken_first: dict[bool, AllGatherRequest] = {}  # in the scopes since the last forward began
+        self._row: list[AllGatherRequest] = []  # what the last unit has taken of these
+        # By direction, backward or not: what a unit took in a row.
+        self._following: dict[tuple[bool, int, Key], list[AllGatherRequest]] = {}  # also by how many were taken so far
+        self._first: dict[bool, list[AllGatherRequest]] = {}  # known to be what all ranks took first
+        self._taken_first: dict[bool, list[AllGatherRequest]] = {}  # in the scopes since the last forward began
         self._of_unit: dict[tuple[bool, Unit], dict[Key, AllGatherRequest]] = {}
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
         self.first: Unit | None = None
@@ -98,10 +99,8 @@ class Prefetcher:
         self._remember(request, unit, scope)
         self.num_requests += 1
         found = self._cache.get(request.key)
-        if found is not None and found.why == "stepped" and not found.is_current:
-            self._cache.drop(request.key)  # on all ranks: `Unit.epoch`
-            found = None
-        if found is None or not _can_be_saved(found):
+        is_old = found is not None and found.why == "stepped" and not found.is_current  # on all ranks: `Unit.epoch`
+        if found is None or is_old or not _can_be_saved(found):
             self._cache.drop(request.key)
             self._drop("next")  # the model took another way than before
             return request.launch()
@@ -133,10 +132,12 @@ class Prefetcher:
                 raise UnsupportedGraph(message)
 
     def _remember(self, request: AllGatherRequest, unit: Unit, scope: eager.Running) -> None:
-        if self._taken:
-            self._following[scope.is_backward, len(self._taken), self._taken[-1]] = request
+        if self._taken and self._row[-1].unit is unit and request.key not in (each.key for each in self._row):
+            self._row.append(request)
+        elif self._taken:
+            self._row = self._following[scope.is_backward, len(self._taken), self._taken[-1]] = [request]
         else:
-            self._taken_first[scope.is_backward] = request
+            self._row = self._taken_first[scope.is_backward] = [request]
             self.first = self.first if scope.is_backward else unit
         if unit not in self._units:
             self._units.add(unit)
@@ -194,16 +195,15 @@ class Prefetcher:
             return False  # ranks without rows for an expert go on alone, and only such ranks have guessed it
         if scope != self._scope and scope.is_backward:
             return False  # of a call that is repeated, say: there is no first one to guess
-        memory: dict[Any, AllGatherRequest] = self._first
+        memory: dict[Any, list[AllGatherRequest]] = self._first
         place: object = scope.is_backward
         if scope == self._scope and self._taken:
             memory, place = self._following, (scope.is_backward, len(self._taken), self._taken[-1])
-        if place not in memory or memory[place].unit in units or not memory[place].guess:
+        if place not in memory or memory[place][0].unit in units or not memory[place][0].guess:
             return False
-        requested = [*filter(None, (self._of_unit.get((scope.is_backward, unit)) for unit in units))]
-        is_guessed = any(gathered.why == "next" for gathered in self._cache.values())
-        guessed = self._of_one_unit(memory[place], scope.is_backward, len(self._taken) if scope == self._scope else 0)
-        if not is_guessed and [each.sizes for each in guessed] == [each.sizes for each in requested[0].values()]:
+        rows = filter(None, (self._of_unit.get((scope.is_backward, unit)) for unit in units))
+        sizes = [each.sizes for each in next(rows).values()]
+        if all(each.why != "next" for each in self._cache.values()) and sizes == [each.sizes for each in memory[place]]:
             return False  # launches that meet are of one size: ranks that differ are told when they look back
         del memory[place]
         return True
@@ -245,8 +245,8 @@ class Prefetcher:
                 if key not in self._taken:
                     self._launch(wanted, "listed")
         following = self._following.get((scope.is_backward, len(self._taken), self._taken[-1]))
-        if guess and listed == () and following is not None and self._is_foreseen_alike(following, unit):
-            for wanted in self._of_one_unit(following, scope.is_backward, len(self._taken)):
+        if guess and listed == () and following and self._is_foreseen_alike(following[0], unit):
+            for wanted in following:
                 self._launch(wanted, "next")
 
     @property
@@ -265,23 +265,14 @@ class Prefetcher:
         if scope is None or (scope == self._scope and self._taken):
             return
         first = self._first.get(scope.is_backward)
-        if first is None or first.unit is None or not first.guess:
+        if first is None or first[0].unit is None or not first[0].guess:
             return
-        if self._share_all_ranks(first.unit.model.units):
+        if self._share_all_ranks(first[0].unit.model.units):
             if scope != self._scope:
                 self._begin(scope)
             with torch.inference_mode(False), torch.no_grad():  # a graph may save it
-                for wanted in self._of_one_unit(first, scope.is_backward, 0):
+                for wanted in first:
                     self._launch(wanted, "next")
-
-    def _of_one_unit(self, first: AllGatherRequest, is_backward: bool, num_taken: int) -> list[AllGatherRequest]:
-        """What is taken after so many others, and what of its unit came right behind it the last time."""
-        found = {first.key: first}
-        while True:
-            following = self._following.get((is_backward, num_taken + len(found), [*found][-1]))
-            if following is None or following.unit is not first.unit or following.key in found:
-                return [*found.values()]
-            found[following.key] = following
 
     def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
         """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""

@@ -48,7 +48,6 @@ _HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks
 ShardedModules = Mapping[str, "tuple[nn.Module, ModuleState]"]
 """The sharded modules of a model by their names in it, outer ones first; its own is \"\"."""
 
-
 BlockKind = tuple[type[nn.Module], tuple[str, ...]]
 """The class of a module, and the layouts of its units."""
 

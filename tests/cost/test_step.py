@@ -102,7 +102,7 @@ def test_on_a_cpu_compute_stands_while_it_launches() -> None:
     assert seconds[0] - seconds[1] == 0.75
 
 
-def test_a_unit_s_first_launch_makes_the_others() -> None:
+def test_the_graph_before_makes_all_launches_of_the_first_unit() -> None:
     plan = HandMade()
     for number in range(2):  # the second one stands behind the compute of the first
         launch = plan.launch()
@@ -114,7 +114,7 @@ def test_a_unit_s_first_launch_makes_the_others() -> None:
     of_step = GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), HARDWARE))
     first, second = (node for node in graph.nodes if node in of_step.timeline.launches)
     assert (of_step.ahead, of_step.last) == ((first, second), second)
-    assert step_time([of_step]) == (2 * TRANSFER + 2 * PRODUCT, 2 * TRANSFER - PRODUCT)
+    assert step_time([of_step]) == (2 * TRANSFER + 3 * PRODUCT, 2 * TRANSFER)
     assert step_time([block(4), of_step]) == (TRANSFER + 7 * PRODUCT, TRANSFER)  # 4 products hide both
 
 

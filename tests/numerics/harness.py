@@ -157,11 +157,7 @@ def only_compile(model: nn.Module, tools: Tools) -> nn.Module:
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Return the optimizer of most scenarios.
-
-    The gradient of a bias of keys is zero but for rounding. AdamW makes steps of `lr * noise / eps` of it: with eps 1e-8
-    a last bit of float64 that differs (2e-17) would differ by 2e-11 in the parameter.
-    """
+    """Return the optimizer of most scenarios; `eps` keeps the rounding of zero gradients (a bias of keys) small."""
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
 
 

@@ -32,8 +32,7 @@ def test_gathers_the_next_block_before_one_computes(link: EmulatedLink) -> None:
 
 
 def test_gathers_all_that_the_next_block_reads(link: EmulatedLink) -> None:
-    """What it launched itself would stand behind the reduction of the block before."""
-    forward, backward = issued(warm(block_by_block(link, Between, bucket=1e-6)))
+    forward, backward = issued(warm(block_by_block(link, Between, bucket=1e-6)))  # several launches for each
     assert forward == "agroot ag0 wroot c ag1 w0 c w0 c ag2 w1 c w1 c ag3 w2 c w2 c w3 c w3 c"
     assert backward.startswith("ag3 c ag2 w3 c rs3 w3 c rs3 w3 ag1 w2 c rs2 w2 c rs2 w2 ag0 w1 c")
 

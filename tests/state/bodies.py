@@ -126,25 +126,6 @@ def state_of(model: nn.Module, optim: Optimizer | None = None) -> dict[str, Any]
     return found
 
 
-def assert_same_state(actual: Any, expected: Any, where: str = "state") -> None:
-    """Compare to the bit, names, types and shapes included."""
-    assert type(actual) is type(expected), f"{where}: {type(actual)} against {type(expected)}"
-    if isinstance(expected, Tensor):
-        assert actual.dtype == expected.dtype, where
-        assert actual.shape == expected.shape, where
-        assert torch.equal(actual, expected), where
-    elif isinstance(expected, dict):
-        assert set(actual) == set(expected), f"{where}: {sorted(map(str, set(actual) ^ set(expected)))}"
-        for key in expected:
-            assert_same_state(actual[key], expected[key], f"{where}[{key!r}]")
-    elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected), where
-        for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            assert_same_state(one, other, f"{where}[{i}]")
-    else:
-        assert actual == expected, f"{where}: {actual} against {expected}"
-
-
 # ---- bodies
 
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 import fxshard
 from fxshard import ConfigError
 from tests.ranks import group_folder
-from tests.state.bodies import assert_same_state, state_of
-from tests.state.states import adamw, net, sharded, take_steps
+from tests.state.bodies import state_of
+from tests.state.states import adamw, assert_same, net, sharded, take_steps
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def require_refusal(
         fxshard.load_checkpoint(path, model, optim)
     for message in messages:
         assert message in str(caught.value), str(caught.value)
-    assert_same_state(state_of(model, optim), before)
+    assert_same(state_of(model, optim), before)
 
 
 def trained_on_ranks() -> tuple[nn.Module, Optimizer]:

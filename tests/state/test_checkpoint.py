@@ -22,8 +22,9 @@ from tests.numerics.scenarios import REGRESSION, SCENARIOS, Lane, names
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 from tests.state import bodies, processes
-from tests.state.bodies import assert_same_state, build, state_of, train
+from tests.state.bodies import build, state_of, train
 from tests.state.helpers import shared_folder
+from tests.state.states import assert_same
 
 # ---- back on the same ranks
 
@@ -36,13 +37,13 @@ def test_what_was_saved_is_loaded_to_the_bit(name: str, system: str) -> None:
     expected = state_of(model, optim)
     with shared_folder() as folder:
         fxshard.save_checkpoint(folder / "a", model, optim, extra={"step": 3})
-        assert_same_state(state_of(model, optim), expected)
+        assert_same(state_of(model, optim), expected)
         other, other_optim = build(name, system, seed=1)
         assert fxshard.load_checkpoint(folder / "a", other, other_optim) == {"step": 3}
-        assert_same_state(state_of(other, other_optim), expected)
+        assert_same(state_of(other, other_optim), expected)
         train(other, other_optim, range(3, 5))  # and over the state that is there now
         fxshard.load_checkpoint(folder / "a", other, other_optim)
-        assert_same_state(state_of(other, other_optim), expected)
+        assert_same(state_of(other, other_optim), expected)
 
 
 @two_ranks
@@ -69,7 +70,7 @@ def test_a_save_before_the_first_step_changes_nothing_and_brings_back_an_empty_o
         expected = state_of(model, optim)
         train(model, optim, range(2))
         fxshard.load_checkpoint(folder / "a", model, optim)
-        assert_same_state(state_of(model, optim), expected)
+        assert_same(state_of(model, optim), expected)
 
 
 @two_ranks
@@ -83,7 +84,7 @@ def test_the_model_alone_can_be_saved_and_loaded() -> None:
         for name in ("alone", "both"):
             other, _ = build(seed=1)
             assert fxshard.load_checkpoint(folder / name, other) is None
-            assert_same_state(state_of(other), expected)
+            assert_same(state_of(other), expected)
 
 
 def fresh(scenario: Scenario, lower: str, seed: int) -> Run:
@@ -115,7 +116,7 @@ def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(name: str) -> N
         for step in range(3, 6):
             train_step(second, step)
     assert first.losses + second.losses == unbroken.losses
-    assert_same_state(state_of(second.model, second.optim), state_of(unbroken.model, unbroken.optim))
+    assert_same(state_of(second.model, second.optim), state_of(unbroken.model, unbroken.optim))
 
 
 @pytest.mark.slow
@@ -128,7 +129,7 @@ def test_a_model_of_the_one_line_form_can_be_saved_before_its_first_call() -> No
         other = fresh(REGRESSION, "eager", 1)
         fxshard.load_checkpoint(folder / "a", other.model, other.optim)
         train_step(other, 0)
-    assert_same_state(state_of(other.model, other.optim), state_of(run.model, run.optim))
+    assert_same(state_of(other.model, other.optim), state_of(run.model, run.optim))
 
 
 @pytest.mark.slow
@@ -157,7 +158,7 @@ def test_a_compiled_model_and_one_that_is_not_read_each_other() -> None:
     with shared_folder() as folder:
         fxshard.save_checkpoint(folder / "a", run.model, run.optim)
         fxshard.load_checkpoint(folder / "a", plain.model, plain.optim)
-        assert_same_state(state_of(plain.model, plain.optim), state_of(run.model, run.optim))
+        assert_same(state_of(plain.model, plain.optim), state_of(run.model, run.optim))
         fxshard.save_checkpoint(folder / "b", plain.model, plain.optim)
         fxshard.load_checkpoint(folder / "b", run.model, run.optim)
 
@@ -174,7 +175,7 @@ def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path: Path) -> 
         expected["extra"] = {"step": 2}
         for loading in (1, 2, 4):
             for found in processes.run(loading, bodies.load, path, "mixed", "fxshard"):
-                assert_same_state(found, expected)
+                assert_same(found, expected)
 
 
 @pytest.mark.multi_rank
@@ -184,7 +185,7 @@ def test_fsdp2_loads_what_fxshard_has_saved_and_the_other_way_round(
 ) -> None:
     expected, *_ = processes.run(2, bodies.train_and_save, str(tmp_path / "a"), "uneven", saved_by, 2)
     for found in processes.run(4, bodies.load, str(tmp_path / "a"), "uneven", loaded_by):
-        assert_same_state({**expected, "extra": {"step": 2}}, found)
+        assert_same({**expected, "extra": {"step": 2}}, found)
 
 
 def test_values_that_are_not_numbers_come_back(tmp_path: Path) -> None:
@@ -204,10 +205,10 @@ def test_one_process_without_a_group_loads_and_saves_the_unsharded_model(tmp_pat
     expected, *_ = processes.run(2, bodies.train_and_save, str(tmp_path / "a"), "tied", "fxshard", 0)
     model, optim = build("tied", "unsharded", seed=1)
     fxshard.load_checkpoint(tmp_path / "a", model, optim)
-    assert_same_state(state_of(model, optim), expected)
+    assert_same(state_of(model, optim), expected)
     fxshard.save_checkpoint(tmp_path / "a", model, optim, extra={"step": 0})
     for found in processes.run(2, bodies.load, str(tmp_path / "a"), "tied", "fxshard"):
-        assert_same_state(found, {**expected, "extra": {"step": 0}})
+        assert_same(found, {**expected, "extra": {"step": 0}})
 
 
 @pytest.mark.multi_rank

@@ -18,8 +18,9 @@ from fxshard.state import checkpoint, checkpoint_dir, manifest
 from fxshard.state.dcp_reader import CheckpointIndex
 from fxshard.state.manifest import Reading
 from tests.ranks import two_ranks
-from tests.state.bodies import assert_same_state, build, state_of, train
+from tests.state.bodies import build, state_of, train
 from tests.state.helpers import require_refusal, shared_folder
+from tests.state.states import assert_same
 
 
 def on_rank_1(value: Any, otherwise: Any) -> Any:
@@ -114,7 +115,7 @@ def test_ranks_that_disagree_all_get_an_error(name: str) -> None:
         assert message in str(caught.value), str(caught.value)
         other, other_optim = build(seed=1)
         assert fxshard.load_checkpoint(folder / "a", other, other_optim) == 0
-        assert_same_state(state_of(other, other_optim), expected)
+        assert_same(state_of(other, other_optim), expected)
 
 
 @two_ranks

@@ -19,8 +19,9 @@ import fxshard
 from fxshard.errors import CheckpointError, ConfigError
 from tests.numerics.models import MLP
 from tests.ranks import two_ranks
-from tests.state.bodies import assert_same_state, build, state_of, train
+from tests.state.bodies import build, state_of, train
 from tests.state.helpers import shared_folder
+from tests.state.states import assert_same
 
 
 class Remembers(nn.Module):
@@ -73,7 +74,7 @@ def test_dicts_without_keys_or_with_keys_of_any_kind_come_back(kept: dict[Any, A
     fxshard.save_checkpoint(tmp_path / "a", model, optim)
     fxshard.load_checkpoint(tmp_path / "a", other, other_optim)
     for found in (other.kept, other_optim.param_groups[0]["kept"], other_optim.state[other.weight]["kept"]):
-        assert_same_state(found, kept)
+        assert_same(found, kept)
 
 
 @pytest.mark.parametrize("former", [torch.zeros(0), torch.zeros(2, dtype=torch.int64), "none yet"], ids=str)
@@ -81,7 +82,7 @@ def test_an_extra_state_that_is_a_tensor_may_have_any_shape(former: Any, tmp_pat
     model, other = Keeps(torch.arange(7.0)), Keeps(former)
     fxshard.save_checkpoint(tmp_path / "a", model)
     fxshard.load_checkpoint(tmp_path / "a", other)
-    assert_same_state(other.kept, model.kept)
+    assert_same(other.kept, model.kept)
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
@@ -110,7 +111,7 @@ def test_every_optimizer_comes_back(name: str) -> None:
         other, _ = build(seed=1)
         other_optim = OPTIMIZERS[name](other.parameters())
         fxshard.load_checkpoint(folder / "a", other, other_optim)
-        assert_same_state(state_of(other, other_optim), expected)
+        assert_same(state_of(other, other_optim), expected)
         assert train(other, other_optim, range(2, 4)) == train(model, optim, range(2, 4))
 
 
@@ -151,7 +152,7 @@ def test_what_an_optimizer_adds_to_its_state_dict_comes_back() -> None:
             fxshard.load_checkpoint(folder / "a", model, loaded)
             assert loaded.scale == 4.0
             assert torch.equal(loaded.steps, torch.ones(2))
-            assert_same_state(state_of(model, loaded), expected)
+            assert_same(state_of(model, loaded), expected)
 
 
 @two_ranks
@@ -167,7 +168,7 @@ def test_what_an_optimizer_does_not_take_leaves_all_as_it_was() -> None:
         with pytest.raises(ConfigError, match=r"WithScale.load_state_dict does not take .*\['loss_scale', 'scaler'\]"):
             fxshard.load_checkpoint(folder / "a", model, optim)
         assert optim.scale == 2.0
-        assert_same_state(state_of(model, optim), before)
+        assert_same(state_of(model, optim), before)
 
 
 @two_ranks
@@ -193,7 +194,7 @@ def test_state_keeps_its_dtype() -> None:
         other, _ = build(seed=1, dtype=torch.bfloat16)
         other_optim = torch.optim.SGD(other.parameters())
         fxshard.load_checkpoint(folder / "a", other, other_optim)
-        assert_same_state(state_of(other, other_optim), expected)
+        assert_same(state_of(other, other_optim), expected)
 
 
 @two_ranks
@@ -212,7 +213,7 @@ def test_state_of_another_shape_than_its_parameter_keeps_its_placement() -> None
         other, _ = build(seed=1)
         other_optim = torch.optim.SGD(other.parameters())
         fxshard.load_checkpoint(folder / "a", other, other_optim)
-        assert_same_state(state_of(other, other_optim), expected)
+        assert_same(state_of(other, other_optim), expected)
         for state in other_optim.state.values():
             assert [state["rows"].placements, state["all"].placements] == [(Shard(0),), (Replicate(),)]
 
@@ -277,7 +278,7 @@ def test_a_scheduler_comes_back(tmp_path: Path) -> None:
     again = torch.optim.lr_scheduler.MultiStepLR(other_optim, [1, 3])
     again.load_state_dict(extra)
     assert again.state_dict() == scheduler.state_dict()
-    assert_same_state(state_of(other, other_optim), state_of(model, optim))
+    assert_same(state_of(other, other_optim), state_of(model, optim))
 
 
 @two_ranks

@@ -13,7 +13,8 @@ import pytest
 
 import fxshard
 from tests.state import bodies, processes
-from tests.state.bodies import assert_same_state, build, state_of
+from tests.state.bodies import build, state_of
+from tests.state.states import assert_same
 
 NUM_MOMENTS = 20
 
@@ -45,7 +46,7 @@ def require_one_of_both(path: Path, saves: Saves) -> int:
     """The step that is found; it is whole, and the next save leaves nothing else."""
     model, optim = build("mlp", "unsharded", seed=1)
     step: int = fxshard.load_checkpoint(path, model, optim)["step"]
-    assert_same_state(state_of(model, optim), saves.states[step])
+    assert_same(state_of(model, optim), saves.states[step])
     fxshard.save_checkpoint(path, model, optim, extra={"step": 3})
     assert os.listdir(path.parent) == [path.name]
     assert fxshard.load_checkpoint(path, *build("mlp", "unsharded", seed=1)) == {"step": 3}

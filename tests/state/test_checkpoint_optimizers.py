@@ -15,8 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fxshard
 from fxshard.errors import ConfigError
 from tests.ranks import two_ranks
-from tests.state.bodies import assert_same_state, build, state_of, train
+from tests.state.bodies import build, state_of, train
 from tests.state.helpers import require_refusal, shared_folder
+from tests.state.states import assert_same
 
 
 class Adds(torch.optim.SGD):
@@ -101,7 +102,7 @@ def test_options_reach_the_optimizer_that_another_one_wraps() -> None:
         fxshard.load_checkpoint(folder / "a", other, other_optim)
     assert other_optim.optim.param_groups is other_optim.param_groups
     assert (other_optim.optim.param_groups[0]["lr"], other_optim.averager.step) == (0.1, 2)
-    assert_same_state(state_of(other, other_optim), expected)
+    assert_same(state_of(other, other_optim), expected)
     assert train(other, other_optim, range(2, 4)) == train(model, optim, range(2, 4))
 
 
@@ -124,7 +125,7 @@ def test_an_optimizer_sees_its_additions_with_the_state_that_was_saved() -> None
         fxshard.save_checkpoint(folder / "a", model, optim)
         fxshard.load_checkpoint(folder / "a", model, other)
     assert other.added == optim.added
-    assert_same_state(state_of(model, other), state_of(model, optim))
+    assert_same(state_of(model, other), state_of(model, optim))
 
 
 class WritesFirst(Adds):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fxshard
 from fxshard.state.names import fqn_of, named_parameters
 from tests.ranks import two_ranks
-from tests.state.bodies import assert_same_state, state_of
+from tests.state.bodies import state_of
 from tests.state.helpers import shared_folder
 from tests.state.states import assert_same
 
@@ -129,5 +129,5 @@ def test_state_of_wrapped_models_is_that_of_plain_ones() -> None:
             fxshard.load_checkpoint(folder / "a", other, other_optim)
             found = state_of(other, other_optim)
             fxshard.load_checkpoint(folder / "a", model, optim)
-        assert_same_state(found["model"], dict(weights))
-        assert_same_state(found["state"], state["state"])
+        assert_same(found["model"], dict(weights))
+        assert_same(found["state"], state["state"])

@@ -26,8 +26,9 @@ from tests.numerics.scenarios import REGRESSION
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 from tests.state import processes
-from tests.state.bodies import assert_same_state, build, state_of, train
+from tests.state.bodies import build, state_of, train
 from tests.state.helpers import shared_folder
+from tests.state.states import assert_same
 
 
 def save(path: Path, model: nn.Module, optim: Optimizer) -> None:
@@ -52,9 +53,9 @@ def test_what_one_has_saved_the_other_one_loads(saved_by: str, loaded_by: str) -
     with shared_folder() as folder:
         save(folder / "a", model, optim)
         load(folder / "a", other, other_optim)
-    assert_same_state(state_of(other, other_optim), state_of(model, optim))
+    assert_same(state_of(other, other_optim), state_of(model, optim))
     assert train(other, other_optim, range(2, 4)) == train(model, optim, range(2, 4))
-    assert_same_state(state_of(other, other_optim), state_of(model, optim))
+    assert_same(state_of(other, other_optim), state_of(model, optim))
 
 
 @pytest.mark.slow
@@ -78,11 +79,11 @@ def test_a_compiled_model_goes_on_with_what_is_loaded(prepare: Any, lower: str) 
         save(folder / "a", run.model, run.optim)
         train_step(other, 5)
         load(folder / "a", other.model, other.optim)
-        assert_same_state(state_of(other.model, other.optim), state_of(run.model, run.optim))
+        assert_same(state_of(other.model, other.optim), state_of(run.model, run.optim))
         train_step(other, 2)
         train_step(run, 2)
     assert torch.equal(other.losses[-1], run.losses[-1])
-    assert_same_state(state_of(other.model, other.optim), state_of(run.model, run.optim))
+    assert_same(state_of(other.model, other.optim), state_of(run.model, run.optim))
 
 
 @pytest.mark.slow
@@ -96,11 +97,11 @@ def test_a_compiled_model_and_one_that_is_not_read_each_other() -> None:
         save(folder / "a", run.model, run.optim)
         load(folder / "a", model, optim)
         expected = state_of(run.model, run.optim)
-        assert_same_state(state_of(model, optim), expected)
+        assert_same(state_of(model, optim), expected)
         train_step(run, 1)
         save(folder / "b", model, optim)
         load(folder / "b", run.model, run.optim)
-        assert_same_state(state_of(run.model, run.optim), expected)
+        assert_same(state_of(run.model, run.optim), expected)
 
 
 def train_and_save(path: str, steps: int) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path: Path) -> 
         expected, *_ = processes.run(saving, train_and_save, path, 2)
         for loading in (1, 2, 4):
             for found in processes.run(loading, load_all, path):
-                assert_same_state(found, expected)
+                assert_same(found, expected)
 
 
 @two_ranks
@@ -148,7 +149,7 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(system: str) -> None:
         dist.barrier()
         other, other_optim = build(seed=1)
         load(folder / "a", other, other_optim)
-    assert_same_state(state_of(other, other_optim), expected)
+    assert_same(state_of(other, other_optim), expected)
 
 
 @two_ranks
@@ -156,7 +157,7 @@ def test_a_full_state_dict_is_that_of_the_unsharded_model() -> None:
     model, _ = build("uneven")
     plain, _ = build("uneven", "unsharded")
     found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert_same_state(dict(found), dict(plain.state_dict()))
+    assert_same(dict(found), dict(plain.state_dict()))
 
 
 @two_ranks
@@ -168,7 +169,7 @@ def test_torch_loads_what_save_checkpoint_has_written(system: str) -> None:
     with shared_folder() as folder:
         fxshard.save_checkpoint(folder / "a", model, optim, extra=1)
         load(folder / "a", other, other_optim)
-    assert_same_state(state_of(other, other_optim), state_of(model, optim))
+    assert_same(state_of(other, other_optim), state_of(model, optim))
 
 
 @two_ranks
