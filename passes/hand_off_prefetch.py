@@ -49,28 +49,27 @@ class HandOffPrefetch(GraphPass):
         groups = launch_groups.groups_of(gm.graph, collectives.GATHERS)
         roles = {}
         if groups:
-            roles[groups[0]] = "only" if len(groups) == 1 and self.hands_over else "first"
+            roles = dict.fromkeys(groups[0].launches, "only" if len(groups) == 1 and self.hands_over else "first")
         if len(groups) > 1 and guess and self.hands_over:
-            roles[groups[-1]] = "last"
+            roles[groups[-1].launches[-1]] = "last"
         flow = dataflow.dataflow_of(gm.graph, ctx.plan)
         shards = tags.shards_of(gm.graph)
         changed = False
-        for group, role in roles.items():
-            for launch in group.launches:
-                if not ctx.plan.in_subgroups.keys().isdisjoint(tags.units_of(launch)):
-                    ctx.decline(launch, "it sends what forward has kept; it is launched in this graph")
-                    continue
-                if any(isinstance(sent, Flat) and sent.is_copy for sent in flow.sent_by(launch)):
-                    ctx.decline(launch, "its shard is copied from the host; it is launched in this graph")
-                    continue
-                arguments = _arguments(launch, flow, shards)
-                if arguments is None:
-                    ctx.decline(launch, "it sends more than parts of one flat; it is launched in this graph")
-                    continue
-                stream = tags.meta_of(launch).stream
-                made = graph_edit.replace_launch(launch, ops.PREFETCHED_ALL_GATHER, (*arguments, role, guess, stream))
-                _keep_next_launch_behind(made)
-                changed = True
+        for launch, role in roles.items():
+            if not ctx.plan.in_subgroups.keys().isdisjoint(tags.units_of(launch)):
+                ctx.decline(launch, "it sends what forward has kept; it is launched in this graph")
+                continue
+            if any(isinstance(sent, Flat) and sent.is_copy for sent in flow.sent_by(launch)):
+                ctx.decline(launch, "its shard is copied from the host; it is launched in this graph")
+                continue
+            arguments = _arguments(launch, flow, shards)
+            if arguments is None:
+                ctx.decline(launch, "it sends more than parts of one flat; it is launched in this graph")
+                continue
+            stream = tags.meta_of(launch).stream
+            made = graph_edit.replace_launch(launch, ops.PREFETCHED_ALL_GATHER, (*arguments, role, guess, stream))
+            _keep_next_launch_behind(made)
+            changed = True
         return changed
 
 

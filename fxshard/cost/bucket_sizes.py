@@ -10,7 +10,7 @@ Nothing hides the first gather of a graph, and nothing its last reduction. So wh
 first node reads, and no more than the last one gives, as far as the link can use it well: there a launch is cut where
 compute lies between, down to `Limits.enough`. In the middle it is cut only where another unit comes in between: the
 root's embedding is read first and its head last. A frame that has a part of the model's units has no such ends: the
-frame before launches its first gather (`hand_off_prefetch`), the frame behind runs beside its last reduction.
+frame before gathers its first unit (`hand_off_prefetch`), the frame behind runs beside its last reduction.
 """
 
 from __future__ import annotations

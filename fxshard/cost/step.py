@@ -100,8 +100,7 @@ class GraphOfStep:
         launches = [launch_groups.group_of(launch).nodes for launch in groups[0].launches] if groups else []
         self.ahead = tuple(itertools.chain(*launches)) if hands_over else ()
         self.first = tuple(node for node in self.ahead if node in timeline.queues)
-        is_only = hands_over and len(groups) == 1
-        self.last = groups[-1].launches[-1 if is_only else 0] if groups else None
+        self.last = groups[-1].launches[-1] if groups else None
         self.events = sorted([*timeline.needs, *self.calls])  # nodes compare by their place in the graph
         self.copies: dict[fx.Node, fx.Node] = {}  # wait for a gather behind which it is copied -> the gather
         for launch in (launch for group in groups for launch in group.launches if copies_out):

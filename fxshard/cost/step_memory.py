@@ -7,8 +7,8 @@ reduces them. What nothing here sees (workspaces, the device's context) is left 
 [Note: how long parameters are held]
 Graphs free a parameter behind its last use. Code that runs uncompiled gathers a unit as a whole, and holds it until the
 call ends; what autograd has saved of it lives on. FSDP2 holds a unit until its module's forward or backward ends, or,
-if it does not reshard after forward, from forward on until the end of backward. What the first gather of a graph brings
-is there from the moment on in which the graph before launches it (`GraphOfStep.ahead`).
+if it does not reshard after forward, from forward on until the end of backward. What a graph gathers of
+its first unit is there from the moment on in which the graph before launches it (`GraphOfStep.ahead`).
 """
 
 from __future__ import annotations
@@ -409,7 +409,7 @@ class _Walk:
         return self.runs - 1, there
 
     def _hand_over(self, following: GraphMemory | None) -> None:
-        """The running graph makes its last launch, and that of the graph that follows."""
+        """The running graph makes its last launch, and the first ones of the graph that follows."""
         self.places.append(self.total)
         self.ahead_since = len(self.places) - 1
         if following is not None:

@@ -41,7 +41,7 @@ class PlannedSchedule:
 
     @property
     def hands_over(self) -> bool:
-        """Whether a graph launches the first gather of the next one."""
+        """Whether a graph launches what the first unit of the next one gathers."""
         return parse(self.options).chosen_prefetch not in (0, "off")
 
 

@@ -153,7 +153,7 @@ class Dispatch(ABC):
         """Run code on the units of this call; see [Note: prefetch across graphs] on graphs that were not guessed."""
         prefetchers = _prefetchers(units)
         is_known = not code.run.takes or not any(each.goes_another_way(units.values()) for each in prefetchers)
-        taken = [each.num_requests for each in prefetchers]
+        taken = [each.begin_graph() for each in prefetchers]
         try:
             with rank_check.telling_others(self._groups):
                 results = code.run(inputs, self._frame.names_of(units), is_known=is_known)

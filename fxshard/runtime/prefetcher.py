@@ -69,6 +69,7 @@ class Prefetcher:
     Attributes:
         after: what the current stream waits for before the next gather; FSDP2 `_fsdp_state.py` (`post_optim_event`).
         first: the unit of what the last forward took first, if that was launched for it.
+        first_rows: what all ranks are known to take first, by direction, backward or not.
         num_requests: how many graphs have made so far.
     """
 
@@ -79,10 +80,10 @@ class Prefetcher:
         self._cache = cache
         self._scope: eager.Running | None = None
         self._taken: list[Key] = []  # in this scope
-        self._row: list[AllGatherRequest] = []  # what the last unit has taken of these
-        # By direction, backward or not: what a unit took in a row.
+        self._row: list[AllGatherRequest] = []  # what a unit has taken of these in this graph
+        # By direction: what the first unit of a graph took.
         self._following: dict[tuple[bool, int, Key], list[AllGatherRequest]] = {}  # also by how many were taken so far
-        self._first: dict[bool, list[AllGatherRequest]] = {}  # known to be what all ranks took first
+        self.first_rows: dict[bool, list[AllGatherRequest]] = {}
         self._taken_first: dict[bool, list[AllGatherRequest]] = {}  # in the scopes since the last forward began
         self._of_unit: dict[tuple[bool, Unit], dict[Key, AllGatherRequest]] = {}
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
@@ -131,11 +132,18 @@ class Prefetcher:
                 self.forget()
                 raise UnsupportedGraph(message)
 
+    def begin_graph(self) -> int:
+        """A graph begins, and with it a row; return how many requests there were."""
+        self._row = []
+        return self.num_requests
+
     def _remember(self, request: AllGatherRequest, unit: Unit, scope: eager.Running) -> None:
-        if self._taken and self._row[-1].unit is unit and request.key not in (each.key for each in self._row):
+        place = (scope.is_backward, len(self._taken), self._taken[-1]) if self._taken else None
+        if self._row and self._row[-1].unit is unit:
             self._row.append(request)
-        elif self._taken:
-            self._row = self._following[scope.is_backward, len(self._taken), self._taken[-1]] = [request]
+            self._following.pop(place, None)  # type: ignore[arg-type]
+        elif place is not None:
+            self._row = self._following[place] = [request]
         else:
             self._row = self._taken_first[scope.is_backward] = [request]
             self.first = self.first if scope.is_backward else unit
@@ -176,7 +184,7 @@ class Prefetcher:
 
     def _drop_guesses(self) -> None:
         if self._scope is not None and not self._taken:
-            self._first.pop(self._scope.is_backward, None)  # it takes nothing any more
+            self.first_rows.pop(self._scope.is_backward, None)  # it takes nothing any more
         self._drop("next", "listed")
 
     def _drop(self, *whys: Why) -> None:
@@ -195,7 +203,7 @@ class Prefetcher:
             return False  # ranks without rows for an expert go on alone, and only such ranks have guessed it
         if scope != self._scope and scope.is_backward:
             return False  # of a call that is repeated, say: there is no first one to guess
-        memory: dict[Any, list[AllGatherRequest]] = self._first
+        memory: dict[Any, list[AllGatherRequest]] = self.first_rows
         place: object = scope.is_backward
         if scope == self._scope and self._taken:
             memory, place = self._following, (scope.is_backward, len(self._taken), self._taken[-1])
@@ -249,14 +257,9 @@ class Prefetcher:
             for wanted in following:
                 self._launch(wanted, "next")
 
-    @property
-    def foresees_backward(self) -> bool:
-        """Whether it is known what a backward takes first."""
-        return True in self._first
-
     def ranks_agree(self) -> None:
         """All ranks have run the same since the last forward began: what was taken first may be guessed."""
-        self._first |= self._taken_first
+        self.first_rows |= self._taken_first
         self._taken_first.clear()
 
     def prefetch_first(self) -> None:
@@ -264,7 +267,7 @@ class Prefetcher:
         scope = eager.running()
         if scope is None or (scope == self._scope and self._taken):
             return
-        first = self._first.get(scope.is_backward)
+        first = self.first_rows.get(scope.is_backward)
         if first is None or first[0].unit is None or not first[0].guess:
             return
         if self._share_all_ranks(first[0].unit.model.units):
@@ -284,21 +287,21 @@ class Prefetcher:
         return self._are_alike
 
     def _launch(self, request: AllGatherRequest, why: Why) -> Gathered:
-        found = self._cache.get(request.key)
-        if found is None:
+        if request.key not in self._cache:
             self.settle(request.flat.device)
             launched = dict(enumerate(request.launch()))
-            found = self._cache[request.key] = Gathered(cast("Unit", request.unit), launched, why)
-        return found
+            self._cache[request.key] = Gathered(cast("Unit", request.unit), launched, why)
+        return self._cache[request.key]
 
     def forget(self) -> None:
         """Drop what is in flight, and what was remembered."""
         self._drop("next", "listed", "asked", "stepped")
         self._scope = self.first = self._are_alike = None
+        self._row = []
         self._taken.clear()
         self._units.clear()
         self._following.clear()
-        self._first.clear()
+        self.first_rows.clear()
         self._taken_first.clear()
         self._of_unit.clear()
 

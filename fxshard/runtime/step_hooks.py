@@ -76,7 +76,7 @@ class ModelContext:
 
     def watch_backward(self, result: object) -> None:
         """See the backward of what a forward gives begin: also one that fails before it comes to a graph."""
-        foresees, is_summed = self.prefetcher.foresees_backward, self._leaves_sums
+        foresees, is_summed = True in self.prefetcher.first_rows, self._leaves_sums
         if is_summed or foresees:
             awaited = _AwaitedBackward(self, counts=is_summed and torch_private.backward_id() is None)
             for tensor in tree_leaves(result):

@@ -50,6 +50,11 @@ def test_a_launch_group_of_several_tensors_is_taken_as_one() -> None:
     assert (given["starts"], given["numels"]) == ([0, 8], [8, 2])
 
 
+def test_of_several_launches_of_a_unit_the_last_one_hands_over() -> None:
+    gm, _ = handed_off("four_layers", "forward", BucketCollectives(size=1e-6), *SCHEDULE)
+    assert roles(gm) == ["first", "first", "", "", "", "", "", "last"]
+
+
 def test_one_launch_is_first_and_last() -> None:
     assert roles(handed_off("two_layers", "backward")[0]) == ["only"]
 

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import _get_work_registry_size
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from fxshard import fully_shard
 from fxshard.compile.backend import frames_of
 from fxshard.errors import RankMismatchError, UnsupportedGraph
 from fxshard.runtime.prefetcher import Prefetcher
@@ -35,6 +36,14 @@ def test_gathers_all_that_the_next_block_reads(link: EmulatedLink) -> None:
     forward, backward = issued(warm(block_by_block(link, Between, bucket=1e-6)))  # several launches for each
     assert forward == "agroot ag0 wroot c ag1 w0 c w0 c ag2 w1 c w1 c ag3 w2 c w2 c w3 c w3 c"
     assert backward.startswith("ag3 c ag2 w3 c rs3 w3 c rs3 w3 ag1 w2 c rs2 w2 c rs2 w2 ag0 w1 c")
+
+
+def test_gathers_for_the_next_graph_alone_where_it_is_of_the_same_unit(link: EmulatedLink) -> None:
+    model = fully_shard(Blocks(), mesh=link.mesh)
+    model.breaks = True
+    model.compile(backend="fxshard", options={**EAGER, "bucket": 1e-6})
+    graphs = ["agroot wroot c wroot c"] * 3 + ["wroot c wroot c"]  # the first one is gathered beside the second
+    assert issued(warm(model))[0] == " ".join(graphs)
 
 
 def test_gathers_the_first_block_before_what_runs_outside_of_graphs_computes(link: EmulatedLink) -> None:
