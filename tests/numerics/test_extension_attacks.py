@@ -16,7 +16,7 @@ from fxshard import ConfigError, MixedPrecisionPolicy, UnsupportedGraph
 from fxshard.runtime.parameters import local_of
 from tests.numerics.extension_bodies import Factored, Rowwise, odd, on_four_ranks, sharded_odd
 from tests.numerics.float8 import Float8Weight
-from tests.numerics.harness import (
+from tests.numerics.harness import adamw, (
     EAGER,
     FSDP2,
     Run,
@@ -101,7 +101,7 @@ def test_what_changes_between_steps_is_gathered(options: dict[str, Any]) -> None
 @two_ranks
 def test_steps_in_two_parts_with_hooks() -> None:
     def overlapped(parameters: Any) -> Any:
-        return fxshard.overlap_step(torch.optim.AdamW(parameters, lr=1e-2))
+        return fxshard.overlap_step(adamw(parameters))
 
     ours = train(odd(Float8Weight, optimizer=overlapped), fxshard_system())
     compare(ours, train(odd(Float8Weight), FSDP2), rtol=0.0, atol=0.0)
