@@ -16,10 +16,11 @@ from fxshard import ConfigError, MixedPrecisionPolicy, UnsupportedGraph
 from fxshard.runtime.parameters import local_of
 from tests.numerics.extension_bodies import Factored, Rowwise, odd, on_four_ranks, sharded_odd
 from tests.numerics.float8 import Float8Weight
-from tests.numerics.harness import adamw, (
+from tests.numerics.harness import (
     EAGER,
     FSDP2,
     Run,
+    adamw,
     check_bitwise,
     check_inductor,
     compare,
