@@ -39,6 +39,8 @@ def pytest_configure() -> None:
     listener (TORCH_TRACE) nothing is printed, so nothing propagates.
     """
     os.environ["FXSHARD_CALIBRATE"] = "0"
+    os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"  # read by the processes that a test starts
+    torch._dynamo.config.run_gc_after_compile = False  # `settle` and `fake_group` collect after each test
     vars(guards)["profile_guard_manager"] = lambda *_: 0.0  # for a log, and it flushes the caches of the processor
     # `destroy_process_group` has Dynamo forget its tables of torch's functions, which it builds in a tenth of a second.
     vars(trace_rules)["clear_lru_cache"] = lambda: None
