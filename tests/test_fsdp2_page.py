@@ -2,50 +2,72 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed.fsdp as fsdp2
+from torch.distributed.fsdp import _fully_shard
 
-from tests.fsdp2_names import Row, Table, tables
-from tests.pages import assert_page
+import fxshard
+from tests.pages import ROOT
 
-TABLES = list(tables())
-
-HEAD = """# Beside FSDP2, name by name
-
-Every public name of torch's FSDP2, and how ours stands to it. *same*: same arguments and meaning. *differs*: as said. \
-*sets nothing*: a graph makes it meaningless, and it says so once. *refused*: an error that says what to do instead. \
-*missing*: there is no such name. The table is generated from both packages, by `tests/test_fsdp2_page.py`.
-"""
-
-TAIL = """
-## Ours alone
-
-On a sharded module: `reduce_waiting_gradients`. Beside it: `adopt`, `release`, `no_sync`, `overlap_step`, \
-`whole_matrices`, `release_accumulators`, checkpoints and full state, `explain` and the passes: \
-[guides](guides/), [checkpoints](checkpoints.md), [explain](explain.md).
-"""
+PAGE = (ROOT / "docs/fsdp2.md").read_text()
+STATUSES = ("same", "differs", "sets nothing", "refused", "missing")
 
 
-def page() -> str:
-    """The document."""
-    parts = [HEAD]
-    for table in TABLES:
-        lines = [f"| `{name}`{_only(row)} | {row.status} | {row.how} |" for name, row in table.rows.items()]
-        parts.append("\n".join([f"\n## {table.title}\n", "| FSDP2 | here | how |", "|---|---|---|", *lines]) + "\n")
-    return "".join([*parts, TAIL])
+class Row(NamedTuple):
+    """How one name stands: in words where it is not the same; `torch` is where only some versions have it."""
+
+    name: str
+    torch: str
+    status: str
+    how: str
 
 
-def _only(row: Row) -> str:
-    return f" (torch {row.torch})" if row.torch else ""
+class Table(NamedTuple):
+    """One table of the page: its title, and what torch and we have of the names."""
+
+    title: str
+    theirs: Mapping[str, Any]
+    ours: Mapping[str, Any]
+
+    @property
+    def rows(self) -> dict[str, Row]:
+        """Its rows by name."""
+        _, _, rest = PAGE.partition(f"\n## {self.title}\n")
+        found = re.findall(
+            r"^\| `(\w+)`(?: \(torch ([\d., ]+)\))? \| (.*?) \| (.*?) \|$", rest.partition("\n## ")[0], re.MULTILINE
+        )
+        return {row[0]: Row(*row) for row in found}
 
 
-def test_the_page_is_current() -> None:
-    assert_page("docs/fsdp2.md", page())
+def _public(cls: type) -> dict[str, Callable[..., Any]]:
+    return {name: value for name, value in vars(cls).items() if not name.startswith("_") and callable(value)}
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
+def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
+    return dict(inspect.signature(function).parameters)
+
+
+def tables() -> Iterator[Table]:
+    """Both packages, name by name."""
+    theirs = {name: getattr(fsdp2, name) for name in _fully_shard.__all__}
+    yield Table("Functions and classes", theirs, {name: getattr(fxshard, name) for name in fxshard.__all__})
+    yield Table("Arguments of `fully_shard`", _arguments(fsdp2.fully_shard), _arguments(fxshard.fully_shard))
+    fields = {field.name: field for field in dataclasses.fields(fsdp2.MixedPrecisionPolicy)}
+    yield Table("Fields of `MixedPrecisionPolicy`", fields, fields)
+    yield Table("Methods of a sharded module", _public(fsdp2.FSDPModule), _public(fxshard.ShardedModule))
+
+
+each_table = pytest.mark.parametrize("table", list(tables()), ids=lambda table: table.title)
+
+
+@each_table
 def test_every_name_of_the_installed_torch_has_a_row(table: Table) -> None:
     assert sorted(table.theirs.keys() - table.rows.keys()) == []
     if torch.__version__.startswith("2.13."):  # the one that the rows were written beside
@@ -53,16 +75,17 @@ def test_every_name_of_the_installed_torch_has_a_row(table: Table) -> None:
         assert elsewhere == []
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
+@each_table
 def test_a_row_says_what_is_there(table: Table) -> None:
     for name, row in table.rows.items():
         others = ("FSDPModule", "UnshardHandle")  # said under another name
         has_ours = name in table.ours or name in others or name not in table.theirs
+        assert row.status in STATUSES, name
         assert has_ours == (row.status != "missing") or name not in table.theirs, name
         assert row.how or row.status == "same", f"{name}: say how"
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
+@each_table
 def test_what_is_the_same_takes_the_same_arguments(table: Table) -> None:
     for name, row in table.rows.items():
         theirs, ours = table.theirs.get(name), table.ours.get(name)
