@@ -11,7 +11,7 @@ TESTS = Path(__file__).parent
 ROWS = [line for line in (TESTS.parent / "docs/fsdp2_tests.md").read_text().splitlines() if line.startswith("- ")]
 
 
-def tests_of(row: str) -> list[tuple[str, str]]:
+def linked(row: str) -> list[tuple[str, str]]:
     """The file and the name of each test of a scenario."""
     return re.findall(r"\]\(\.\./tests/([\w/]+\.py)#(test_\w+)\)", row)
 
@@ -25,11 +25,11 @@ def names_in(file: str) -> frozenset[str]:
 
 
 def test_every_test_that_is_named_is_there() -> None:
-    named = [test for row in ROWS for test in tests_of(row)]
+    named = [test for row in ROWS for test in linked(row)]
     assert len(named) > 80
     assert [test for test in named if test[1] not in names_in(test[0])] == []
 
 
 def test_every_scenario_is_held_or_says_why_not() -> None:
-    assert [row for row in ROWS if row.count("](") != len(tests_of(row))] == []
-    assert [row for row in ROWS if bool(tests_of(row)) == ("(none: " in row)] == []
+    assert [row for row in ROWS if row.count("](") != len(linked(row))] == []
+    assert [row for row in ROWS if bool(linked(row)) == ("(none: " in row)] == []
