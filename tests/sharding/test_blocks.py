@@ -30,10 +30,19 @@ pytestmark = pytest.mark.skipif(not HAS_LIMIT, reason="torch 2.11 has one limit 
 IDS = torch.arange(600).reshape(2, 300) % 10
 
 
+@pytest.fixture
+def two_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks to be compiled one by one: what is chosen does not depend on how many there are, beyond the limit."""
+    monkeypatch.setattr(blocks, "MIN_BLOCKS", 2)
+
+
+two_blocks_are_enough = pytest.mark.usefixtures("two_are_enough")
+
+
 class Blocks(nn.Module):
     """Blocks that are alike, on token ids or on embeddings."""
 
-    def __init__(self, num_blocks: int = MIN_BLOCKS, width: int = 8) -> None:
+    def __init__(self, num_blocks: int = 2, width: int = 8) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, width)
         self.blocks = nn.ModuleList(FeedForward(width, 16) for _ in range(num_blocks))
@@ -93,9 +102,10 @@ def test_counts_products_and_launches() -> None:
 SHAPES = [("weight", (64, 32)), ("bias", (64,))]
 
 
+@two_blocks_are_enough
 @pytest.mark.parametrize("one_line", [False, True])
 def test_chooses_blocks_where_they_hide_their_launches(one_line: bool, tmp_path: Path) -> None:
-    def model(num_blocks: int = MIN_BLOCKS) -> nn.Module:
+    def model(num_blocks: int = 2) -> nn.Module:
         return Blocks(num_blocks) if one_line else shard(Blocks(num_blocks))
 
     fast, slow = link(1e15, tmp_path), link(1e6, tmp_path)
@@ -103,11 +113,12 @@ def test_chooses_blocks_where_they_hide_their_launches(one_line: bool, tmp_path:
         assert is_by_block(model(), IDS, hardware=fast)
         assert not is_by_block(model(), IDS, hardware=slow)
         assert not is_by_block(model(), IDS, hardware=link(1e15, tmp_path, "cpu"))
-        assert not is_by_block(model(MIN_BLOCKS - 1), IDS, hardware=fast)
+        assert not is_by_block(model(1), IDS, hardware=fast)
         assert not is_by_block(model(), IDS, hardware=fast, regional=False)
         assert is_by_block(model(), IDS, hardware=slow, regional=True)
 
 
+@two_blocks_are_enough
 def test_leaves_one_graph_where_the_call_or_an_option_says_so(tmp_path: Path) -> None:
     fast = link(1e15, tmp_path)
     with emulated_link(2):
@@ -123,6 +134,7 @@ def test_leaves_one_graph_where_the_call_or_an_option_says_so(tmp_path: Path) ->
             assert not is_by_block(shard(Blocks()), IDS, hardware=fast, **option)
 
 
+@two_blocks_are_enough
 def test_leaves_one_graph_on_torch_2_11(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "HAS_LIMIT", False)
     with emulated_link(2):
@@ -135,6 +147,14 @@ def test_refuses_another_kind_of_value(value: object) -> None:
         Options(regional=cast(Any, value))
 
 
+def test_so_many_blocks_are_enough(tmp_path: Path) -> None:
+    fast = link(1e15, tmp_path)
+    with emulated_link(2):
+        assert is_by_block(shard(Blocks(MIN_BLOCKS)), IDS, hardware=fast)
+        assert not is_by_block(shard(Blocks(MIN_BLOCKS - 1)), IDS, hardware=fast)
+
+
+@two_blocks_are_enough
 def test_keeps_what_the_first_call_chose(tmp_path: Path) -> None:
     fast = link(1e9, tmp_path)
     with emulated_link(2):
@@ -144,9 +164,11 @@ def test_keeps_what_the_first_call_chose(tmp_path: Path) -> None:
         assert not is_by_block(shard(Blocks(width=16)), IDS[:, :1], hardware=fast)
 
 
+@two_blocks_are_enough
 def test_explain_shows_what_would_run_and_why(tmp_path: Path) -> None:
-    def explained(x: Tensor = IDS, num_blocks: int = MIN_BLOCKS, **options: Any) -> tuple[bool, str]:
-        made = explain(Blocks(num_blocks), x, world_size=2, options={"hardware": link(1e15, tmp_path), **options})
+    def explained(x: Tensor = IDS, num_blocks: int = 2, **options: Any) -> tuple[bool, str]:
+        options = {"lower": "eager", "hardware": link(1e15, tmp_path), **options}
+        made = explain(Blocks(num_blocks), x, world_size=2, options=options)
         assert not made.choice or str(made.choice) in repr(made).splitlines()
         return {len(frame.plan.units) for frame in made.frames} == {1}, str(made.choice)
 
@@ -157,7 +179,7 @@ def test_explain_shows_what_would_run_and_why(tmp_path: Path) -> None:
     assert explained(hardware=slow) == (False, found)
     assert re.sub(r"[\d.]+", "{}", found, count=1) == f"one graph: {took}"
     assert explained(hardware=cpu) == (False, "one graph: on a CPU it is faster")
-    assert explained(num_blocks=7) == (False, "one graph: fewer than 8 units below the root are alike")
+    assert explained(num_blocks=1) == (False, "one graph: fewer than 2 units below the root are alike")
     assert explained(prefetch=1, bucket="unit") == (False, "one graph: bucket, prefetch was set, which is of one graph")
     assert explained(torch.randn(600, 8)) == (False, "one graph: the arguments do not tell how many tokens there are")
     assert explained(regional=True) == (True, "None")
@@ -179,38 +201,26 @@ def test_counts_the_tokens_of_a_call(tensors: tuple[Tensor, ...], found: int) ->
     assert vars(blocks)["_tokens"]({"x": list(tensors), "other": None}) == found
 
 
-def test_explain_of_a_function_around_a_model_is_refused_as_the_run_is(tmp_path: Path) -> None:
+def test_explain_of_a_function_around_a_model_is_refused_as_the_run_is() -> None:
     with emulated_link(2), pytest.raises(ConfigError, match="regional=True is for a model, but a function"):
         explain(nn.Sequential(shard(Blocks())), IDS, options={"regional": True})
 
 
-def test_explain_keeps_to_what_a_model_has_chosen(tmp_path: Path) -> None:
+@two_blocks_are_enough
+def test_what_was_chosen_is_kept_and_told(tmp_path: Path) -> None:
+    fast, slow = link(1e15, tmp_path), link(1e6, tmp_path)
     with emulated_link(2):
         model = shard(Blocks())
-        is_by_block(model, IDS, hardware=link(1e15, tmp_path))
-        kept = explain(model, IDS, options={"hardware": link(1e6, tmp_path)}).choice
-        assert kept is not None
-        assert kept.by_block
-
-
-def test_another_backend_is_refused_after_blocks_were_compiled(tmp_path: Path) -> None:
-    with emulated_link(2):
-        model = shard(Blocks())
-        assert is_by_block(model, IDS, hardware=link(1e15, tmp_path))
-        with pytest.raises(Exception, match="another backend"):
-            torch.compile(model, backend="aot_eager")(IDS)
-
-
-def test_a_compiled_model_tells_what_was_chosen(tmp_path: Path) -> None:
-    with emulated_link(2):
-        model = shard(Blocks())
-        is_by_block(model, IDS, hardware=link(1e15, tmp_path))
+        assert is_by_block(model, IDS, hardware=fast)
         chosen = explanation_of(model).choice
         assert chosen is not None
         assert chosen.by_block
-        assert not is_by_block(model, IDS, hardware=link(1e15, tmp_path), regional=False)
+        assert explain(model, IDS, options={"lower": "eager", "hardware": slow}).choice == chosen
+        with pytest.raises(Exception, match="another backend"):
+            torch.compile(model, backend="aot_eager")(IDS)
+        assert not is_by_block(model, IDS, hardware=fast, regional=False)
         assert explanation_of(model).choice is None
-        is_by_block(model, IDS[:, :1], hardware=link(1e6, tmp_path))
+        is_by_block(model, IDS[:, :1], hardware=slow)
         assert explanation_of(model).choice == chosen
 
 
@@ -219,7 +229,7 @@ def test_a_compiled_model_tells_what_was_chosen(tmp_path: Path) -> None:
 def test_ranks_with_unlike_batches_choose_the_same(one_line: bool) -> None:
     """By itself rank 0 would choose one graph, and rank 1 blocks."""
     mine = IDS[:, :1] if dist.get_rank() == 0 else IDS.repeat(50, 1)
-    model = Blocks(width=16)
+    model = Blocks(MIN_BLOCKS, width=16)
     found = is_by_block(model if one_line else shard(model), mine, hardware=link(1e9, group_folder()))
     both: list[Any] = [None, None]
     dist.all_gather_object(both, found)
@@ -228,7 +238,7 @@ def test_ranks_with_unlike_batches_choose_the_same(one_line: bool) -> None:
 
 @two_ranks
 def test_hooks_on_one_rank_make_no_choice_of_its_own() -> None:
-    model = shard(Blocks())
+    model = shard(Blocks(MIN_BLOCKS))
     if dist.get_rank() == 0:
         model.get_submodule("blocks.0.up").register_forward_hook(lambda *_: None)
     found = is_by_block(model, IDS, hardware=link(1e15, group_folder()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -144,7 +145,7 @@ def test_a_setting_survives_adopt_and_release_and_trains_like_fsdp2(name: str) -
     before = told(model)
     assert any(getattr(each, name, None) != getattr(type(each)(), name, None) for each in before)
     optimizers = {each: torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, theirs)}
-    for change in (fxshard.adopt, fxshard.release, fxshard.adopt, fxshard.release):
+    for change in (fxshard.adopt, fxshard.release, fxshard.adopt, partial(fxshard.release, whole=False)):
         step(model, optimizers[model], name)
         change(model)
         assert told(model) == before
@@ -199,5 +200,7 @@ def test_what_the_outermost_module_was_told_of_backwards_counts() -> None:
 def test_registered_methods_go_there_and_back() -> None:
     model = sharded("sync")
     register_fsdp_forward_method(model, "encode")
-    back = fxshard.release(fxshard.adopt(model))
+    adopted = fxshard.adopt(model)
+    assert adopted.encode(torch.ones(2, 4)).shape == (2, 4)
+    back = fxshard.release(adopted)
     assert [name for name, _ in torch_fsdp2.forward_methods(back)] == ["encode"]
