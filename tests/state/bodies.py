@@ -151,10 +151,12 @@ def load_and_train(path: str, name: str, system: str, steps: range, dtype: torch
     return train(model, optim, steps)
 
 
-def unbroken(name: str, system: str, steps: int, dtype: torch.dtype) -> list[float]:
-    """Train without a break; return the losses."""
-    model, optim = build(name, system, dtype=dtype)
-    return train(model, optim, range(steps))
+def save_and_train_on(path: str, saved: int, steps: int, dtype: torch.dtype) -> list[float]:
+    """Train the MLP, save it, and go on; return the losses since then."""
+    model, optim = build(dtype=dtype)
+    train(model, optim, range(saved))
+    fxshard.save_checkpoint(path, model, optim)
+    return train(model, optim, range(saved, steps))
 
 
 class FileEvents:

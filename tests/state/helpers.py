@@ -39,6 +39,18 @@ def on_rank_0(work: Any) -> None:
     dist.barrier()
 
 
+def on_first(value: Any, on_every_rank: bool = False) -> Any:
+    """Return a state on rank 0, or on every rank, and an empty one elsewhere."""
+    return value if on_every_rank or dist.get_rank() == 0 else {}
+
+
+def load_saved(saved: tuple[nn.Module, Optimizer], loading: tuple[nn.Module, Optimizer]) -> None:
+    """Save one model with its optimizer, and load another with its own from that checkpoint."""
+    with shared_folder() as folder:
+        fxshard.save_checkpoint(folder / "a", *saved)
+        fxshard.load_checkpoint(folder / "a", *loading)
+
+
 def require_refusal(
     path: Path, model: nn.Module, optim: Optimizer | None, kind: type[Exception], *messages: str
 ) -> None:

@@ -78,6 +78,29 @@ def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
     return nn.functional.cross_entropy(model(tokens), tokens.roll(1))
 
 
+class Keeps(nn.Linear):
+    """Has an extra state."""
+
+    def __init__(self, kept: Any = 0) -> None:
+        super().__init__(2, 2)
+        self.kept = kept
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+class Refuses(Keeps):
+    """Takes 3 as its extra state on rank 0 alone."""
+
+    def set_extra_state(self, state: Any) -> None:
+        super().set_extra_state(state)
+        if state == 3 and dist.get_rank():
+            raise ValueError("no")
+
+
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return matrices in one group, with weight decay, and the rest in another, in another order than the model's."""
     matrices = [p for p in model.parameters() if p.dim() > 1]

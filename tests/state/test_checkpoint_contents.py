@@ -20,49 +20,10 @@ from fxshard.errors import CheckpointError, ConfigError
 from tests.numerics.models import MLP
 from tests.ranks import two_ranks
 from tests.state.bodies import build, state_of, train
-from tests.state.helpers import shared_folder
-from tests.state.states import assert_same
-
-
-class Remembers(nn.Module):
-    """A module with a state that is no tensor."""
-
-    def __init__(self, calls: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.calls = calls
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"calls": self.calls, "history": [torch.full((2,), float(self.calls))]}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.calls = state["calls"]
-        self.history: Tensor = state["history"][0]
-
-
-def test_extra_state_of_modules_is_kept(tmp_path: Path) -> None:
-    fxshard.save_checkpoint(tmp_path / "a", Remembers(3))
-    model = Remembers(0)
-    fxshard.load_checkpoint(tmp_path / "a", model)
-    assert model.calls == 3
-    assert torch.equal(model.history, torch.full((2,), 3.0))
-
+from tests.state.helpers import load_saved, shared_folder
+from tests.state.states import Keeps, assert_same
 
 DICTS: list[dict[Any, Any]] = [{}, {1: 2}, {"a": {}, "b": [{}, {(1, 2): torch.ones(2)}], "c": ({},)}]
-
-
-class Keeps(nn.Linear):
-    """Saves what it is given."""
-
-    def __init__(self, kept: Any) -> None:
-        super().__init__(2, 2)
-        self.kept = kept
-
-    def get_extra_state(self) -> Any:
-        return self.kept
-
-    def set_extra_state(self, state: Any) -> None:
-        self.kept = state
 
 
 @pytest.mark.parametrize("kept", DICTS, ids=["empty", "numbers", "nested"])
@@ -106,13 +67,11 @@ def test_every_optimizer_comes_back(name: str) -> None:
     expected = state_of(model, optim)
     for group in expected["groups"]:
         group["weight_decay"] = group["weight_decay"] if name != "numpy" else 0.1
-    with shared_folder() as folder:
-        fxshard.save_checkpoint(folder / "a", model, optim)
-        other, _ = build(seed=1)
-        other_optim = OPTIMIZERS[name](other.parameters())
-        fxshard.load_checkpoint(folder / "a", other, other_optim)
-        assert_same(state_of(other, other_optim), expected)
-        assert train(other, other_optim, range(2, 4)) == train(model, optim, range(2, 4))
+    other, _ = build(seed=1)
+    other_optim = OPTIMIZERS[name](other.parameters())
+    load_saved((model, optim), (other, other_optim))
+    assert_same(state_of(other, other_optim), expected)
+    assert train(other, other_optim, range(2, 4)) == train(model, optim, range(2, 4))
 
 
 class WithScale(torch.optim.AdamW):
@@ -189,12 +148,10 @@ def test_state_keeps_its_dtype() -> None:
     for p in model.parameters():
         optim.state[p] = {"master": p.detach().float() / 3, "nested": {"history": [p.detach().clone(), 2, "text"]}}
     expected = state_of(model, optim)
-    with shared_folder() as folder:
-        fxshard.save_checkpoint(folder / "a", model, optim)
-        other, _ = build(seed=1, dtype=torch.bfloat16)
-        other_optim = torch.optim.SGD(other.parameters())
-        fxshard.load_checkpoint(folder / "a", other, other_optim)
-        assert_same(state_of(other, other_optim), expected)
+    other, _ = build(seed=1, dtype=torch.bfloat16)
+    other_optim = torch.optim.SGD(other.parameters())
+    load_saved((model, optim), (other, other_optim))
+    assert_same(state_of(other, other_optim), expected)
 
 
 @two_ranks
@@ -208,14 +165,12 @@ def test_state_of_another_shape_than_its_parameter_keeps_its_placement() -> None
             "all": distribute_tensor(torch.randn(3), mesh, [Replicate()]),
         }
     expected = state_of(model, optim)
-    with shared_folder() as folder:
-        fxshard.save_checkpoint(folder / "a", model, optim)
-        other, _ = build(seed=1)
-        other_optim = torch.optim.SGD(other.parameters())
-        fxshard.load_checkpoint(folder / "a", other, other_optim)
-        assert_same(state_of(other, other_optim), expected)
-        for state in other_optim.state.values():
-            assert [state["rows"].placements, state["all"].placements] == [(Shard(0),), (Replicate(),)]
+    other, _ = build(seed=1)
+    other_optim = torch.optim.SGD(other.parameters())
+    load_saved((model, optim), (other, other_optim))
+    assert_same(state_of(other, other_optim), expected)
+    for state in other_optim.state.values():
+        assert [state["rows"].placements, state["all"].placements] == [(Shard(0),), (Replicate(),)]
 
 
 @two_ranks
@@ -229,10 +184,8 @@ def test_a_counter_of_one_element_stays_plain_where_its_parameter_has_one_too() 
     model, optim = made()
     (gate,) = model.parameters()
     optim.state[gate] = {"count": torch.full((1,), 3.0), "moment": torch.zeros_like(gate)}
-    with shared_folder() as folder:
-        fxshard.save_checkpoint(folder / "a", model, optim)
-        other, fresh = made()
-        fxshard.load_checkpoint(folder / "a", other, fresh)
+    other, fresh = made()
+    load_saved((model, optim), (other, fresh))
     (state,) = fresh.state.values()
     assert type(state["count"]) is Tensor
     assert state["count"].tolist() == [3.0]

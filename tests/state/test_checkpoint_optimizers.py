@@ -16,7 +16,7 @@ import fxshard
 from fxshard.errors import ConfigError
 from tests.ranks import two_ranks
 from tests.state.bodies import build, state_of, train
-from tests.state.helpers import require_refusal, shared_folder
+from tests.state.helpers import load_saved, require_refusal, shared_folder
 from tests.state.states import assert_same
 
 
@@ -95,11 +95,9 @@ def test_options_reach_the_optimizer_that_another_one_wraps() -> None:
     optim = post_local_sgd(model, 0.1)
     train(model, optim, range(2))
     expected = state_of(model, optim)
-    with shared_folder() as folder:
-        fxshard.save_checkpoint(folder / "a", model, optim)
-        other, _ = build(seed=1)
-        other_optim = post_local_sgd(other, 0.5)
-        fxshard.load_checkpoint(folder / "a", other, other_optim)
+    other, _ = build(seed=1)
+    other_optim = post_local_sgd(other, 0.5)
+    load_saved((model, optim), (other, other_optim))
     assert other_optim.optim.param_groups is other_optim.param_groups
     assert (other_optim.optim.param_groups[0]["lr"], other_optim.averager.step) == (0.1, 2)
     assert_same(state_of(other, other_optim), expected)
@@ -121,9 +119,7 @@ def test_an_optimizer_sees_its_additions_with_the_state_that_was_saved() -> None
     optim, other = (Counts(model.parameters(), lr=rate, momentum=0.9) for rate in (0.1, 0.5))
     train(model, optim, range(1))
     optim.added = len(optim.state)
-    with shared_folder() as folder:
-        fxshard.save_checkpoint(folder / "a", model, optim)
-        fxshard.load_checkpoint(folder / "a", model, other)
+    load_saved((model, optim), (model, other))
     assert other.added == optim.added
     assert_same(state_of(model, other), state_of(model, optim))
 

@@ -191,34 +191,32 @@ def test_a_model_that_does_not_fit_is_refused_with_all_that_differs(name: str) -
         require_refusal(folder / "a", another(make)[0], None, CheckpointError, *messages, "distcp")
 
 
-def other_groups(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters())
+def with_state(of: Callable[[nn.Parameter], dict[str, Any]]) -> Callable[[nn.Module], Optimizer]:
+    """Make the optimizer that was saved, with this state for each parameter."""
 
+    def make(model: nn.Module) -> Optimizer:
+        optim = adamw(model)
+        optim.state.update({p: of(p) for p in model.parameters()})
+        return optim
 
-def other_class(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), momentum=0.9)
-
-
-def other_names(model: nn.Module) -> Optimizer:
-    optim = adamw(model)
-    for p in model.parameters():
-        optim.state[p]["exp_max"] = torch.zeros_like(p)
-    return optim
-
-
-def other_shapes(model: nn.Module) -> Optimizer:
-    optim = adamw(model)
-    for p in model.parameters():
-        optim.state[p].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3), step=torch.tensor(0.0))
-    return optim
+    return make
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Optimizer], list[str]]] = {
-    "groups": (other_groups, ["its param_groups hold [[", "those of the optimizer [['blocks.0.norm.weight'"]),
-    "class": (other_class, ["the state of AdamW", "optim is SGD"]),
-    "names": (other_names, ["state of blocks.0.up.weight has ['exp_avg', 'exp_avg_sq', 'step'], expected ['exp_max']"]),
+    "groups": (
+        lambda model: torch.optim.AdamW(model.parameters()),
+        ["its param_groups hold [[", "those of the optimizer [['blocks.0.norm.weight'"],
+    ),
+    "class": (
+        lambda model: torch.optim.SGD(model.parameters(), momentum=0.9),
+        ["the state of AdamW", "optim is SGD"],
+    ),
+    "names": (
+        with_state(lambda p: {"exp_max": torch.zeros_like(p)}),
+        ["state of blocks.0.up.weight has ['exp_avg', 'exp_avg_sq', 'step'], expected ['exp_max']"],
+    ),
     "shapes": (
-        other_shapes,
+        with_state(lambda p: {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3), "step": torch.tensor(0.0)}),
         ["state of head.weight: exp_avg is torch.float32[12, 12] (__0_", "expected torch.float32[3]"],
     ),
 }

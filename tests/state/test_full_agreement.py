@@ -155,40 +155,39 @@ def test_strings_in_the_state_stay_as_they_are() -> None:
 
 Change = Callable[[Any], object]
 
-
-def _another_tensor(kept: Any) -> None:
-    kept["step"] += 1
-
-
-def _another_number(kept: Any) -> None:
-    kept.update(nested={"a": torch.zeros(2), "b": torch.zeros(2)}, mode="warm")
-
-
-def _another_table(kept: Any) -> None:
-    kept["table"] = torch.arange(7) + 1
-
-
-CHANGES: dict[Change, list[str]] = {
-    _another_tensor: ["['step'] torch.float32[] whole = 2.0, ", "['step'] torch.float32[] whole = 3.0, "],
-    _another_number: ["['mode'] 'warm'", "['mode'] 'cold'"],
-    _another_table: ["['table'] torch.int64[7] whole = CRC-32 "],
+CHANGES: dict[str, tuple[Change, dict[str, Any], list[str]]] = {
+    "tensor": (
+        lambda kept: kept["step"].add_(1),
+        {},
+        ["['step'] torch.float32[] whole = 2.0, ", "['step'] torch.float32[] whole = 3.0, "],
+    ),
+    "text": (
+        lambda kept: kept.update(mode="warm"),
+        {"nested": {"a": torch.zeros(2), "b": torch.zeros(2)}, "mode": "cold"},
+        ["['mode'] 'warm'", "['mode'] 'cold'"],
+    ),
+    "table": (
+        lambda kept: kept.update(table=torch.arange(7) + 1),
+        {"table": torch.arange(7)},
+        ["['table'] torch.int64[7] whole = CRC-32 "],
+    ),
 }
+"""How a rank changes its state, what is in the state before, and what the error names."""
 
 
 @two_ranks
-@pytest.mark.parametrize("change", list(CHANGES))
-def test_another_value_in_the_state_on_one_rank_is_named(change: Change) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_value_in_the_state_on_one_rank_is_named(name: str) -> None:
+    change, before, named = CHANGES[name]
     model, optim = trained_on_ranks()
     kept = optim.state[model.get_parameter("blocks.0.0.bias")]
-    if change is not _another_tensor:
-        change(kept)
-        kept.update({"mode": "cold"} if "mode" in kept else {"table": torch.arange(7)})
+    kept.update(before)
     if dist.get_rank():
         change(kept)
     text = refused(fxshard.full_optim_state_dict, model, optim)
     assert "state of blocks.0.0.bias: " in text
     assert "more)" not in text
-    for part in CHANGES[change]:
+    for part in named:
         assert part in text
 
 

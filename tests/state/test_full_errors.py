@@ -12,13 +12,8 @@ from torch import nn
 
 import fxshard
 from tests.ranks import two_ranks
-from tests.state.helpers import refused, trained_on_ranks
-from tests.state.states import adamw, assert_same, net, snapshot, trained
-
-
-def given(state: Any, on_every_rank: bool) -> Any:
-    return state if on_every_rank or dist.get_rank() == 0 else {}
-
+from tests.state.helpers import on_first, refused, trained_on_ranks
+from tests.state.states import Refuses, adamw, assert_same, net, snapshot, trained
 
 # ---- arguments
 
@@ -63,68 +58,50 @@ def test_what_is_no_model_or_optimizer_on_one_rank_is_refused_on_both(rank: int)
 
 Spoil = Callable[[dict[str, Any]], object]
 
-
-def _wrong_shape(state: dict[str, Any]) -> None:
-    state["state"][2]["exp_avg"] = torch.zeros(3, 3)
-
-
-def _wrong_dtype(state: dict[str, Any]) -> None:
-    state["state"][2]["exp_avg"] = state["state"][2]["exp_avg"].double()
-
-
-def _extra_key(state: dict[str, Any]) -> None:
-    state["state"][2]["momentum_buffer"] = torch.zeros(23, 8)
-
-
-def _missing_key(state: dict[str, Any]) -> None:
-    del state["state"][2]["exp_avg"]
-
-
-def _extra_state(state: dict[str, Any]) -> None:
-    state["state"][99] = {"exp_avg": torch.zeros(2)}
-
-
-def _missing_group(state: dict[str, Any]) -> None:
-    state["param_groups"].pop()
-
-
-def _fewer_parameters(state: dict[str, Any]) -> None:
-    state["param_groups"][1]["params"].pop()
-
-
-def _no_groups(state: dict[str, Any]) -> None:
-    del state["param_groups"]
-
-
-SPOILS: dict[Spoil, str] = {
-    _wrong_shape: "exp_avg is torch.float32[3, 3], expected torch.float32[",
-    _wrong_dtype: "exp_avg is torch.float64[",
-    _extra_key: "'momentum_buffer', 'step']",
-    _missing_key: " has ['exp_avg_sq', 'step'], expected ['exp_avg', 'exp_avg_sq', 'step']",
-    _extra_state: "it has state of 99, which no param_group names",
-    _missing_group: "the state has param_groups of [",
-    _fewer_parameters: "the state has param_groups of [",
-    _no_groups: "the state must be a dict with the keys 'state' and 'param_groups'",
+SPOILS: dict[str, tuple[Spoil, str]] = {
+    "wrong shape": (
+        lambda state: state["state"][2].update(exp_avg=torch.zeros(3, 3)),
+        "exp_avg is torch.float32[3, 3], expected torch.float32[",
+    ),
+    "wrong dtype": (
+        lambda state: state["state"][2].update(exp_avg=state["state"][2]["exp_avg"].double()),
+        "exp_avg is torch.float64[",
+    ),
+    "extra key": (
+        lambda state: state["state"][2].update(momentum_buffer=torch.zeros(23, 8)),
+        "'momentum_buffer', 'step']",
+    ),
+    "missing key": (
+        lambda state: state["state"][2].pop("exp_avg"),
+        " has ['exp_avg_sq', 'step'], expected ['exp_avg', 'exp_avg_sq', 'step']",
+    ),
+    "extra state": (
+        lambda state: state["state"].update({99: {"exp_avg": torch.zeros(2)}}),
+        "it has state of 99, which no param_group names",
+    ),
+    "missing group": (lambda state: state["param_groups"].pop(), "the state has param_groups of ["),
+    "fewer parameters": (lambda state: state["param_groups"][1]["params"].pop(), "the state has param_groups of ["),
+    "no groups": (
+        lambda state: state.pop("param_groups"),
+        "the state must be a dict with the keys 'state' and 'param_groups'",
+    ),
 }
 
 
 @two_ranks
-@pytest.mark.parametrize("spoil", list(SPOILS))
+@pytest.mark.parametrize("name", SPOILS)
 @pytest.mark.parametrize("is_fresh", [False, True])
 @pytest.mark.parametrize("on_every_rank", [False, True])
-def test_a_state_that_does_not_fit_changes_nothing(spoil: Spoil, is_fresh: bool, on_every_rank: bool) -> None:
+def test_a_state_that_does_not_fit_changes_nothing(name: str, is_fresh: bool, on_every_rank: bool) -> None:
     _, reference = trained()
-    state = reference.state_dict()
+    state, (spoil, message) = reference.state_dict(), SPOILS[name]
     if dist.get_rank() == 0:
         spoil(state)
     model, optim = trained_on_ranks()
     if is_fresh:
         optim = adamw(model)
     before = snapshot(model, optim)
-    text = refused(
-        fxshard.load_full_optim_state_dict, model, optim, state if on_every_rank or dist.get_rank() == 0 else {}
-    )
-    assert SPOILS[spoil] in text
+    assert message in refused(fxshard.load_full_optim_state_dict, model, optim, on_first(state, on_every_rank))
     assert_same(snapshot(model, optim), before)
 
 
@@ -168,7 +145,7 @@ def test_a_model_state_that_does_not_fit_changes_nothing(on_every_rank: bool) ->
         state["norm.weight"] = "text"
         del state["one_row"]
     before = snapshot(model)
-    text = refused(fxshard.load_full_state_dict, model, given(state, on_every_rank))
+    text = refused(fxshard.load_full_state_dict, model, on_first(state, on_every_rank))
     for part in (
         "it lacks one_row",
         "it has stranger, which the model does not have",
@@ -187,35 +164,21 @@ def test_several_values_for_a_tied_parameter_are_refused(on_every_rank: bool) ->
     state: dict[str, Any] = dict(net(seed=1).state_dict())
     state["head.weight"] = state["head.weight"] + 1
     before = snapshot(model)
-    text = refused(fxshard.load_full_state_dict, model, given(state, on_every_rank))
+    text = refused(fxshard.load_full_state_dict, model, on_first(state, on_every_rank))
     assert "embedding.weight and head.weight are one parameter (tied), and it has different values for them" in text
     assert_same(snapshot(model), before)
 
 
-class Refuses(nn.Linear):
-    """Takes its extra state on rank 0 alone."""
-
-    seen = 0
-
-    def get_extra_state(self) -> int:
-        return self.seen
-
-    def set_extra_state(self, state: int) -> None:
-        self.seen = state
-        if state == 3 and dist.get_rank():
-            raise ValueError("no")
-
-
 @two_ranks
 def test_an_extra_state_that_a_module_refuses_on_one_rank_changes_nothing() -> None:
-    model = fxshard.fully_shard(nn.Sequential(Refuses(3, 3), Refuses(3, 3)))
+    model = fxshard.fully_shard(nn.Sequential(Refuses(), Refuses()))
     state = fxshard.full_state_dict(model, recipient_rank=None)
     state = {name: value + 1 if isinstance(value, torch.Tensor) else 2 for name, value in state.items()}
     before = {name: value.clone() for name, value in model.named_parameters()}
     state["1._extra_state"] = 3
-    text = refused(fxshard.load_full_state_dict, model, given(state, False))
+    text = refused(fxshard.load_full_state_dict, model, on_first(state))
     assert "rank 1: 1._extra_state was not taken by its module (ValueError: no), and nothing was loaded" in text
-    assert [module.seen for module in model.children()] == [0, 0]
+    assert [module.kept for module in model.children()] == [0, 0]
     assert all(torch.equal(value.to_local(), before[name].to_local()) for name, value in model.named_parameters())  # type: ignore[attr-defined]
 
 

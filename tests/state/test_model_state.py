@@ -21,13 +21,18 @@ import fxshard
 from fxshard.errors import CheckpointError, ConfigError
 from tests.numerics.harness import EAGER
 from tests.ranks import two_ranks
-from tests.state.helpers import require_refusal, shared_folder
+from tests.state.helpers import on_first, require_refusal, shared_folder
 from tests.state.processes import start
-from tests.state.states import adamw, assert_same, net, sharded, take_steps, take_steps_of_all
-
-
-def on_first(value: Any) -> Any:
-    return value if dist.get_rank() == 0 else {}
+from tests.state.states import (
+    Keeps,
+    Refuses,
+    adamw,
+    assert_same,
+    net,
+    sharded,
+    take_steps,
+    take_steps_of_all,
+)
 
 
 @two_ranks
@@ -52,7 +57,7 @@ def test_a_checkpoint_of_the_unsharded_module_loads(on_every_rank: bool) -> None
     model = sharded(net())
     take_steps(model, adamw(model))
     state = plain.state_dict()
-    fxshard.load_full_state_dict(model, state if on_every_rank else on_first(state))
+    fxshard.load_full_state_dict(model, on_first(state, on_every_rank))
     assert_same(fxshard.full_state_dict(model), on_first(plain.state_dict()))
     tokens = torch.arange(6)
     assert model.eval()(tokens).equal(plain.eval()(tokens))
@@ -83,31 +88,18 @@ def test_names_are_those_without_compile() -> None:
     assert_same(fxshard.full_state_dict(model), on_first(net(seed=1).state_dict()))
 
 
-class WithExtraState(nn.Linear):
-    """Saves more than its tensors."""
-
-    extra: Any = None
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
-
-
 @two_ranks
 @pytest.mark.parametrize("extra", [{"seen": [1, 2]}, torch.arange(3)], ids=["dict", "tensor"])
 def test_extra_state_travels(extra: dict[str, Any] | Tensor) -> None:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(WithExtraState(3, 5), nn.BatchNorm1d(5))
-    model[0].extra = extra
+    model: Any = nn.Sequential(Keeps(extra), nn.BatchNorm1d(2))
     expected = model.state_dict()
     fxshard.fully_shard(model)
     state = fxshard.full_state_dict(model)
     assert_same(state, on_first(expected))
-    model[0].extra = torch.zeros(0) if isinstance(extra, Tensor) else None
+    model[0].kept = torch.zeros(0) if isinstance(extra, Tensor) else None
     fxshard.load_full_state_dict(model, state)
-    assert_same(model[0].extra, extra)
+    assert_same(model[0].kept, extra)
 
 
 @two_ranks
@@ -186,29 +178,11 @@ def test_works_on_one_rank_without_a_process_group() -> None:
     assert_same(other.state_dict(), model.state_dict())
 
 
-class Refuses(nn.Linear):
-    """Takes no extra state but its own."""
-
-    def __init__(self, width: int = 2) -> None:
-        super().__init__(width, width)
-        self.kept = 0
-
-    def get_extra_state(self) -> int:
-        return self.kept
-
-    def set_extra_state(self, state: int) -> None:
-        self.kept = state
-        if state == 3 and (not dist.is_initialized() or dist.get_rank()):
-            raise ValueError("no")
-
-
 @two_ranks
 def test_an_extra_state_that_a_module_refuses_changes_nothing() -> None:
-    model, other = (nn.Sequential(Refuses(), Refuses()) for _ in range(2))
+    model, other = (nn.Sequential(Refuses(first), Refuses(second)) for first, second in ((2, 3), (0, 0)))
     fxshard.fully_shard(model)
     fxshard.fully_shard(other)
-    for kept, module in enumerate(model, 2):
-        cast(Refuses, module).kept = kept
     optim = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optim.step()
@@ -240,21 +214,8 @@ def test_a_buffer_that_was_made_in_inference_mode_is_refused(tmp_path: Path) -> 
         assert other.get_buffer("mask").tolist() == [0.0] * 4
 
 
-class Kept(nn.Linear):
-    """Has an extra state that is a number."""
-
-    kept = 0
-
-    def get_extra_state(self) -> int:
-        return self.kept
-
-    def set_extra_state(self, state: int) -> None:
-        self.kept = state
-
-
 def lose_a_rank_in_the_commit(folder: str) -> tuple[int, str, bool]:
-    model, other = fxshard.fully_shard(Kept(3, 5)), fxshard.fully_shard(Kept(3, 5))
-    model.kept = 7
+    model, other = fxshard.fully_shard(Keeps(7)), fxshard.fully_shard(Keeps(0))
     fxshard.save_checkpoint(folder, model)
     if dist.get_rank() == 1:
         die = functools.partial(os.kill, os.getpid(), signal.SIGKILL)

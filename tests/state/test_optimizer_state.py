@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import fxshard
 from tests.numerics.harness import EAGER
 from tests.ranks import two_ranks
-from tests.state.helpers import refused
+from tests.state.helpers import on_first, refused
 from tests.state.states import adamw, assert_same, net, sharded, take_steps, trained, two_groups
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -44,17 +44,13 @@ def optimizer(name: str, model: nn.Module) -> Optimizer:
     return kind(two_groups(model), **options)
 
 
-def on_first(value: Any) -> Any:
-    return value if dist.get_rank() == 0 else {}
-
-
 @two_ranks
 @pytest.mark.parametrize(("name", "from_every_rank"), [("adamw", True), *((name, False) for name in OPTIMIZERS)])
 def test_what_an_unsharded_optimizer_had_comes_back(name: str, from_every_rank: bool) -> None:
     _, reference = trained(lambda model: optimizer(name, model))
     model = sharded(net())
     optim = optimizer(name, model)
-    given = reference.state_dict() if from_every_rank else on_first(reference.state_dict())
+    given = on_first(reference.state_dict(), from_every_rank)
     fxshard.load_full_optim_state_dict(model, optim, given)
     assert_same(fxshard.full_optim_state_dict(model, optim), on_first(reference.state_dict()))
 
@@ -284,7 +280,7 @@ def test_counters_stay_plain_for_parameters_of_their_shape(from_every_rank: bool
         state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
         assert [kept["step"].shape for kept in state["state"].values()] == [(1,)] * len(shapes)
         fresh = Counts(model.parameters())
-        fxshard.load_full_optim_state_dict(model, fresh, state if from_every_rank else on_first(state))
+        fxshard.load_full_optim_state_dict(model, fresh, on_first(state, from_every_rank))
         for parameter, kept in optim.state.items():
             found = fresh.state[parameter]
             assert {name: type(value) for name, value in found.items()} == {k: type(v) for k, v in kept.items()}

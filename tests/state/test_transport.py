@@ -23,6 +23,7 @@ from tests.numerics.harness import world_mesh
 from tests.pairwise import slow
 from tests.peak_memory import PeakMemory
 from tests.ranks import two_ranks
+from tests.state.helpers import on_first
 from tests.state.states import adamw, assert_same, net, sharded, trained
 
 CPU = torch.device("cpu")
@@ -153,12 +154,6 @@ def test_bytes_are_in_order_whatever_the_strides(shape: tuple[int, ...]) -> None
             assert part(strided(tensor), first, last).equal(expected[first:last])
 
 
-def test_bytes_of_a_contiguous_tensor_are_its_own_memory() -> None:
-    for tensor in (torch.ones(3, 4), torch.ones(2)[::2], torch.tensor(1.0)):
-        as_bytes(tensor).zero_()
-        assert not tensor.any()
-
-
 class Narrow(torch.nn.Module):
     """Has parameters with one row on each of two ranks, of one element, and in one dim."""
 
@@ -176,8 +171,7 @@ def test_a_state_of_strided_tensors_is_loaded(on_every_rank: bool) -> None:
     for build in (net, Narrow):
         weights = {name: value + 1 for name, value in build().state_dict().items()}
         model = fxshard.fully_shard(build())
-        is_given = on_every_rank or dist.get_rank() == 0
-        fxshard.load_full_state_dict(model, strided(weights) if is_given else {})
+        fxshard.load_full_state_dict(model, on_first(strided(weights), on_every_rank))
         assert_same(dict(fxshard.full_state_dict(model, recipient_rank=None)), weights)
 
 
@@ -188,7 +182,7 @@ def test_an_optimizer_state_of_strided_tensors_is_loaded(on_every_rank: bool) ->
     state = reference.state_dict()
     model = sharded(net())
     optim = adamw(model)
-    fxshard.load_full_optim_state_dict(model, optim, strided(state) if on_every_rank or dist.get_rank() == 0 else {})
+    fxshard.load_full_optim_state_dict(model, optim, on_first(strided(state), on_every_rank))
     assert_same(fxshard.full_optim_state_dict(model, optim, recipient_rank=None), state)
 
 
