@@ -90,5 +90,4 @@ def fake_group() -> Iterator[None]:
 
 @pytest.fixture
 def mesh(fake_group: None) -> DeviceMesh:
-    """Return the 1-D mesh of both ranks."""
     return init_device_mesh("cpu", (2,))

@@ -126,8 +126,6 @@ class ThereAndBack(nn.Module):
 
 
 class CalledTwice(nn.Module):
-    """Calls one layer twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Layer()])
@@ -157,8 +155,6 @@ class Casting(nn.Module):
 
 
 class Scale(nn.Module):
-    """Owns a scalar, which every rank holds whole."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.tensor(2.0))
@@ -213,7 +209,6 @@ class Traced:
 
     @property
     def world_size(self) -> int:
-        """Ranks that share the parameters."""
         return next(iter(self.plan.units.values())).world_size
 
     @property
@@ -304,7 +299,6 @@ def layers_of(module: nn.Module) -> Sequence[nn.Module]:
 
 @traced_once
 def two_layers(**kwargs: Any) -> Traced:
-    """Two units of a matrix and a vector each."""
     return trace(TwoLayers(), units=layers_of, **kwargs)
 
 
@@ -340,7 +334,6 @@ def uneven(**kwargs: Any) -> Traced:
 
 @traced_once
 def two_dtypes(**kwargs: Any) -> Traced:
-    """One unit of a float32 matrix and a bfloat16 vector."""
     layer = Layer()
     layer.bias = nn.Parameter(layer.bias.detach().bfloat16())
     return trace(layer, **kwargs)
@@ -361,7 +354,6 @@ def mixed_precision(reduce_dtype: torch.dtype | None = torch.float32, **kwargs: 
 
 @traced_once
 def frozen_weight(**kwargs: Any) -> Traced:
-    """One unit whose matrix is not trained."""
     layer = Layer()
     layer.weight.requires_grad_(False)
     return trace(layer, **kwargs)
@@ -369,13 +361,11 @@ def frozen_weight(**kwargs: Any) -> Traced:
 
 @traced_once
 def read_twice(**kwargs: Any) -> Traced:
-    """One unit that reads its matrix twice in one call."""
     return trace(ThereAndBack(), **kwargs)
 
 
 @traced_once
 def called_twice(**kwargs: Any) -> Traced:
-    """One unit whose module is called twice."""
     return trace(CalledTwice(), units=layers_of, **kwargs)
 
 
@@ -399,7 +389,6 @@ def scalar(**kwargs: Any) -> Traced:
 
 @traced_once
 def convolution(**kwargs: Any) -> Traced:
-    """One unit, a convolution with a bias."""
     return trace(Convolution(), **kwargs)
 
 
@@ -440,7 +429,6 @@ def run_pass(pass_: GraphPass, gm: fx.GraphModule, ctx: PassContext, given: Sequ
 
 
 def assert_changes_nothing(pass_: GraphPass, gm: fx.GraphModule, ctx: PassContext) -> None:
-    """Run a pass that leaves the graph alone, and says so."""
     before = text(gm)
     assert not run_pass(pass_, gm, ctx)
     assert text(gm) == before
@@ -468,7 +456,6 @@ def broken_by(
 
 
 def text(gm: fx.GraphModule) -> str:
-    """The whole graph, as records show it."""
     return graph_text(pins.inlined(gm.graph))
 
 
@@ -483,7 +470,6 @@ def accepts() -> bool:
 
 
 def assert_golden(actual: str, name: str) -> None:
-    """Compare with `tests/golden/<name>.txt`."""
     path = GOLDEN / f"{name}.txt"
     if accepts():
         path.parent.mkdir(exist_ok=True)

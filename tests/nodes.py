@@ -9,7 +9,6 @@ from fxshard.ir.text import window
 
 
 def node_text(node: fx.Node) -> str:
-    """The line of a node."""
     return window(node, lines=0).removeprefix("-> ")
 
 

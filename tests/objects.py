@@ -13,8 +13,6 @@ from tests.graphs import Traced
 
 
 class Comm:
-    """To be traced with: it sends nothing."""
-
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 

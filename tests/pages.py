@@ -17,7 +17,6 @@ PLACE = re.compile(r"^<!-- (?P<name>[^\n]+) -->\n(?:\n```\w*\n.*?\n```\n)?", fla
 
 
 def code_block(text: str, language: str = "text") -> str:
-    """`text` as a fenced block."""
     return f"```{language}\n{text.strip()}\n```"
 
 

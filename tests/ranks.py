@@ -230,7 +230,6 @@ class RankPool:
         return [pickle.loads(outcome.result) for outcome in outcomes if outcome.result is not None]
 
     def close(self) -> None:
-        """End the ranks; the next `run` starts new ones."""
         for process in self._processes:
             process.kill()
             process.join()

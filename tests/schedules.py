@@ -75,12 +75,10 @@ class Repeated(Layers):
 
 
 def four_layers(**kwargs: Any) -> Traced:
-    """Four layers and a root without parameters."""
     return trace(Layers(4), units=layers_of, **kwargs)
 
 
 def mixed_layers(**kwargs: Any) -> Traced:
-    """Three layers that are gathered in bfloat16 and reduced in float32."""
     return trace(Layers(3), units=layers_of, mp_policy=BF16, **kwargs)
 
 
@@ -93,17 +91,14 @@ def layers_of_two_dtypes(**kwargs: Any) -> Traced:
 
 
 def repeated(**kwargs: Any) -> Traced:
-    """Two layers, both called twice."""
     return trace(Repeated(2), units=layers_of, **kwargs)
 
 
 def rooted(**kwargs: Any) -> Traced:
-    """Three layers and a root with parameters of its own."""
     return trace(Rooted(3), units=layers_of, **kwargs)
 
 
 def kept(**kwargs: Any) -> Traced:
-    """Three layers that stay gathered for backward."""
     return trace(Layers(3), units=layers_of, reshard_after_forward=False, **kwargs)
 
 

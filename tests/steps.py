@@ -27,8 +27,6 @@ from tests.graphs import SPLIT, Traced, run_pass
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step computes."""
-
     outputs: list[Tensor]  # of each rank
     # parameter FQN -> its gradient, averaged over the ranks, whole; absent where there is none
     grads: dict[str, Tensor]

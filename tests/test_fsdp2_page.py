@@ -38,7 +38,6 @@ class Table(NamedTuple):
 
     @property
     def rows(self) -> dict[str, Row]:
-        """Its rows by name."""
         _, _, rest = PAGE.partition(f"\n## {self.title}\n")
         found = re.findall(
             r"^\| `(\w+)`(?: \(torch ([\d., ]+)\))? \| (.*?) \| (.*?) \|$", rest.partition("\n## ")[0], re.MULTILINE

@@ -12,13 +12,11 @@ ROWS = [line for line in (TESTS.parent / "docs/fsdp2_tests.md").read_text().spli
 
 
 def linked(row: str) -> list[tuple[str, str]]:
-    """The file and the name of each test of a scenario."""
     return re.findall(r"\]\(\.\./tests/([\w/]+\.py)#(test_\w+)\)", row)
 
 
 @functools.cache
 def names_in(file: str) -> frozenset[str]:
-    """The names of the tests that a file below `tests/` defines."""
     path = TESTS / file
     tree = ast.parse(path.read_text() if path.exists() else "")
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))

@@ -35,8 +35,6 @@ from tests.ranks import RankPool
 
 @dataclass(frozen=True, kw_only=True)
 class Idle(GraphPass):
-    """Changes nothing."""
-
     words: frozenset[str] = frozenset()
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
@@ -334,8 +332,6 @@ def test_the_digest_knows_a_pass_by_the_source_of_its_class(
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a rank reports."""
-
     losses: list[float]  # of each step
     hits: int  # of AOTAutograd's cache
     misses: int  # of it

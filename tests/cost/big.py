@@ -39,7 +39,6 @@ class Builder:
         return node
 
     def call(self, target: Callable[..., Any], *args: Any, name: str | None = None, **tagged: Any) -> fx.Node:
-        """A call, run on fake tensors."""
         node = self.graph.create_node("call_function", target, args, name=name)
         with self.mode:
             node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
@@ -47,15 +46,12 @@ class Builder:
         return node
 
     def gather(self, flat: fx.Node, unit: str) -> fx.Node:
-        """A launch."""
         return self.call(_c10d.all_gather_into_tensor.default, flat, WORLD_SIZE, GROUP, calls=((unit, "0"),))
 
     def wait(self, launch: fx.Node) -> fx.Node:
-        """Its wait."""
         return self.call(_c10d.wait_tensor.default, launch)
 
     def finish(self, *results: fx.Node) -> fx.Graph:
-        """The graph, returning `results`."""
         self.graph.output(tuple(results))
         return self.graph
 

@@ -23,16 +23,12 @@ from tests.cost.by_hand import HARDWARE, NO_PLAN, PRODUCT, TRANSFER, HandMade, a
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a schedule."""
-
     total: Quantity
     exposed: Quantity
     transfers: list[Transfer]
 
 
 class Schedule(HandMade):
-    """One that can be run."""
-
     def run(self, moved: Mapping[fx.Node, fx.Node] | None = None) -> Result:
         timeline = Timeline(sizes_of(self.finish(self.x), NO_PLAN), HARDWARE)
         timing = timeline.run(moved)

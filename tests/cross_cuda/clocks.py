@@ -64,7 +64,6 @@ class MockEvent:
         self.clock, self.streams = dict(clock), streams
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
         self.streams.host.wait("synchronize", self.clock)
 
 
@@ -93,7 +92,6 @@ class MockStream:
         return made
 
     def wait_event(self, event: MockEvent) -> None:
-        """Wait for an event."""
         self.wait("join", event.clock)
 
     def wait(self, kind: str, clock: Clock) -> None:
@@ -104,7 +102,6 @@ class MockStream:
             self._late = dict(clock)
 
     def end_op(self) -> None:
-        """Tell that it was given an op."""
         self._last = self.clock[self.name]
         self.tick()
         self.follow(self._late)

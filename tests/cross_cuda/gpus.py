@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU, from its data sheet."""
-
     name: str
     major: int
     minor: int
@@ -20,12 +18,10 @@ class Gpu:
 
     @property
     def architecture(self) -> str:
-        """Return `sm_90`."""
         return f"sm_{self.major}{self.minor}"
 
     @property
     def properties(self) -> SimpleNamespace:
-        """Return what `torch.cuda.get_device_properties` would."""
         return SimpleNamespace(
             name=self.name,
             major=self.major,

@@ -19,8 +19,6 @@ from tests.cross_cuda.scheduled import OrderCheck
 
 
 class Kernel(NamedTuple):
-    """A kernel that Triton compiled."""
-
     name: str  # that Inductor gave it
     architecture: str  # such as `sm_90`
     num_configs: int  # that were compiled of it
@@ -28,8 +26,6 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Compiled:
-    """What was compiled."""
-
     kernels: list[Kernel] = field(default_factory=list)  # of Triton's, that compiled
     failed: list[str] = field(default_factory=list)  # messages of those that did not
     wrappers: list[str] = field(default_factory=list)  # sources that Inductor generated
@@ -44,7 +40,6 @@ class Lane(Compiled):
     """
 
     def __init__(self) -> None:
-        """Patch torch."""
         super().__init__()
         self._running: DryRun | None = None
         self._makes_machine_code = True
@@ -116,7 +111,6 @@ class Lane(Compiled):
 
 @functools.cache
 def installed() -> Lane:
-    """Return this process's lane; the first call patches torch."""
     lane = Lane()
     if torch.accelerator.current_accelerator() != torch.device("cuda"):
         raise RuntimeError(f"torch sees no accelerator: tests.cross_cuda.no_gpu was not loaded. Run: {no_gpu.COMMAND}")

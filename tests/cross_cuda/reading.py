@@ -73,7 +73,6 @@ def copied_bytes(steps: Sequence[Step]) -> int:
 
 
 def gathered_bytes(steps: Sequence[Step]) -> int:
-    """Return how many bytes gathers write."""
     return sum(step.written_bytes for step in steps if step.kind == "gather")
 
 
@@ -101,12 +100,10 @@ _OPTIMIZER = ("aten::add_", "aten::_foreach_add_")
 
 
 def num_kernels(steps: Sequence[Step]) -> int:
-    """Return how many kernels of compute run, generated and others."""
     return sum(step.kind in ("triton", "kernel") for step in steps)
 
 
 def num_launches(steps: Sequence[Step]) -> int:
-    """Return how many collectives are launched."""
     return sum(step.kind in ("gather", "reduce") for step in steps)
 
 

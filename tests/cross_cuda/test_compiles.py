@@ -47,13 +47,11 @@ def _cases() -> Iterator[object]:
 
 @pytest.fixture(params=_cases())
 def case(request: pytest.FixtureRequest) -> Case:
-    """One of all cases."""
     return request.param
 
 
 @pytest.fixture
 def made(case: Case) -> Trained:
-    """What came of a case."""
     return trained_once(case)
 
 

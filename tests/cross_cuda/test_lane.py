@@ -35,7 +35,6 @@ def test_a_patch_that_does_not_apply_is_an_error(patch: Patch, state: str) -> No
 
 @pytest.fixture
 def tensor() -> Tensor:
-    """A fake tensor on CUDA."""
     installed()
     with FakeTensorMode():
         return torch.empty(1, device="cuda")

@@ -38,7 +38,6 @@ class Broken(GPT):
     """A GPT with a graph break between its blocks."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map int64 `[batch, seq]` to logits."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -71,8 +70,6 @@ class Case:
 
 @dataclass(kw_only=True)
 class Trained:
-    """What came of it."""
-
     compiled: Compiled  # the kernels and wrappers
     graphs: list[dict[str, fx.Graph]]  # stage -> the graph that became code, of each frame in the order of capture
     run: DryRun  # one step, after those that compiled
@@ -136,7 +133,6 @@ class Training:
     """
 
     def __init__(self, case: Case, mesh: DeviceMesh) -> None:
-        """Make it, on the mesh of all ranks."""
         self._case = case
         with torch.device(case.device), _default_dtype(torch.bfloat16 if case.policy is None else torch.float32):
             model = case.model(SEQ_LEN, dim=case.dim, num_layers=case.num_layers, num_heads=4)
@@ -155,7 +151,6 @@ class Training:
             self.optimizer = fxshard.overlap_step(self.optimizer)
 
     def run(self) -> None:
-        """Take all steps."""
         for number in range(NUM_STEPS):
             self.step(number)
 

@@ -23,7 +23,6 @@ def needs_cuda() -> None:
 
 @pytest.fixture(scope="session")
 def end(request: pytest.FixtureRequest) -> float:
-    """When the time with the GPU is over."""
     minutes: float = request.config.getoption("gpu_minutes", math.inf)
     return time.monotonic() + 60 * minutes
 
@@ -42,5 +41,4 @@ def require_time(end: float) -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """The GPU."""
     return torch.device("cuda", torch.cuda.current_device())

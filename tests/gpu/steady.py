@@ -36,7 +36,6 @@ class Trainer:
     around_backward: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def step(self) -> Tensor:
-        """Accumulate over the microbatches and update; return the loss, which stays on the device."""
         losses = []
         for i, (x, y) in enumerate(self.batches):
             set_sync(self.model, i == len(self.batches) - 1)
@@ -59,7 +58,6 @@ class Sizes:
 
     @classmethod
     def of(cls, device: str) -> Sizes:
-        """Those for a device."""
         return cls() if device == "cpu" else cls(width=512, rows=256, num_blocks=4)
 
 
@@ -124,7 +122,6 @@ class Sample:
 
     @classmethod
     def now(cls, device: str) -> Sample:
-        """Read them; zeros without a GPU."""
         if device != "cuda":
             return cls()
         stats = torch.cuda.memory_stats()

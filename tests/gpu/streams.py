@@ -192,7 +192,6 @@ class OwnStream:
         self._read: list[Tensor | None] = []  # kept until the main stream has waited
 
     def update(self, run: Run) -> None:
-        """Step the optimizer; set the event."""
         with self._behind_the_main_stream():
             if self._stream is not None:
                 torch.cuda._sleep(SLEEP_CYCLES)

@@ -27,8 +27,6 @@ _RANGES: Final = ("cpu_op", "user_annotation")
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that took time."""
-
     name: str  # of the kernel, operator or range
     start: float  # microseconds, on the trace's clock
     end: float  # likewise
@@ -43,8 +41,6 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What was done for a unit."""
-
     verb: str  # "unshard", "reduce", "wait" or "compute"
     unit: str  # its name; "" where the trace does not say
     span: Span  # when; of a transfer from the beginning of its first kernel to the end of its last one

@@ -47,7 +47,6 @@ class Page(HTMLParser):
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the page's script draws."""
         return json.loads(self.text["script"][0])
 
 

@@ -29,7 +29,6 @@ CONFIG = LlamaConfig(
 
 
 def llama() -> Any:
-    """Return the same model on every rank."""
     torch.manual_seed(0)
     return LlamaForCausalLM(CONFIG)
 
@@ -84,7 +83,6 @@ def use_fsdp2(accelerator: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def accelerator_with_fsdp2(**kwargs: Any) -> Iterator[Any]:
-    """Return accelerate with its FSDP2 plugin."""
     with accelerate_state():
         accelerator = Accelerator(cpu=True, **kwargs)
         use_fsdp2(accelerator, state_dict_type="SHARDED_STATE_DICT")
@@ -92,7 +90,6 @@ def accelerator_with_fsdp2(**kwargs: Any) -> Iterator[Any]:
 
 
 def shared_folder(path: str) -> str:
-    """Return the first rank's name for a folder."""
     names = [path]
     dist.broadcast_object_list(names)
     return names[0]

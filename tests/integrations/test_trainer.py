@@ -30,8 +30,6 @@ class Ours(FxshardTrainer):
 
 
 class Regional(Ours):
-    """Block by block."""
-
     fxshard_options: ClassVar[dict[str, Any]] = {"lower": "eager", "regional": True}
 
 

@@ -112,7 +112,6 @@ class Client:
         self.requests = 0
 
     def update_named_params(self, params: list[tuple[str, Tensor]]) -> None:
-        """Load a bucket."""
         self.requests += 1
         self.model.load_state_dict({name: weight.clone() for name, weight in params}, strict=False)
 

@@ -16,7 +16,6 @@ UNIT = 80
 
 @pytest.fixture
 def graph() -> fx.Graph:
-    """Four layers, one after another."""
     return model_of("four_layers").at("forward", after=InsertCollectives)[0].graph
 
 

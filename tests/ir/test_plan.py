@@ -41,7 +41,6 @@ def numbered(plan: ShardPlan) -> dict[str, Tensor]:
 
 
 def unit_of(shard: ShardPlan, world_size: int) -> UnitPlan:
-    """A unit of one shard."""
     return UnitPlan(fqn="", shards=(shard,), world_size=world_size, group="0")
 
 
@@ -55,7 +54,6 @@ def cut(slots: Sequence[SlotIndex], data: st.DataObject) -> Iterator[tuple[SlotI
 
 
 def gathered(plan: ShardPlan, values: dict[str, Tensor], world_size: int) -> Tensor:
-    """What an all_gather of all ranks' shards gives."""
     return torch.cat([shard_of(plan, values, rank, world_size) for rank in range(world_size)])
 
 

@@ -21,7 +21,6 @@ VARIANTS = {"accumulate": ACCUMULATE, "final": FINAL}
 
 
 def accumulated(traced: Traced, which: Variant) -> tuple[fx.GraphModule, PassContext]:
-    """The backward graph after the pass."""
     gm, ctx = traced.at("backward", after=DedupUnshard)
     changed = run_pass(AccumulateGradients(which=which), gm, ctx, given=(Property.MARKED, Property.DEDUPED))
     assert changed == (which != PLAIN)

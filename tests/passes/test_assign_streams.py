@@ -30,7 +30,6 @@ from tests.steps import assert_same_step, step
 
 
 def assigned(model: str, kind: GraphKind, mode: str, before: str = "inserted") -> tuple[fx.GraphModule, PassContext]:
-    """The graph after the pass, and after others that ran before it."""
     return after_passes(model_of(model), kind, *SCHEDULED[before], AssignStreams(mode=mode), hardware=DEAR_COPIES)
 
 

@@ -29,7 +29,6 @@ from tests.steps import assert_same_step, step
 def bucketed(
     traced: Traced, kind: GraphKind, size: str | float, peak_share: float = math.inf, **context: object
 ) -> tuple[fx.GraphModule, PassContext]:
-    """The graph after the pass."""
     gm, ctx = traced.at(kind, after=InsertCollectives)
     ctx = dataclasses.replace(ctx, **context)  # type: ignore[arg-type]
     run_pass(BucketCollectives(size=size, peak_share=peak_share), gm, ctx)

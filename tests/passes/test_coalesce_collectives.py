@@ -36,7 +36,6 @@ MATRICES = dataclasses.replace(
 def coalesced(
     traced: Traced, kind: GraphKind, hardware: HardwareSpec, **fields: bool
 ) -> tuple[fx.GraphModule, PassContext]:
-    """The graph after the pass."""
     gm, ctx = traced.at(kind, after=InsertCollectives)
     ctx = dataclasses.replace(ctx, hardware=hardware)
     run_pass(CoalesceCollectives(**fields), gm, ctx)

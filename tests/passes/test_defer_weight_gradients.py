@@ -30,7 +30,6 @@ SLOW_LINK = dataclasses.replace(DEAR_COPIES, kernel_overhead=250e-6, link_latenc
 
 
 def deferred(name: str, *before: GraphPass, hardware: HardwareSpec = SLOW_LINK) -> tuple[fx.GraphModule, PassContext]:
-    """The backward graph after the pass, and after others that ran before it."""
     return after_passes(model_of(name), "backward", *before, DeferWeightGradients(), hardware=hardware)
 
 

@@ -22,7 +22,6 @@ from tests.steps import assert_same_step, step
 def handed_off(
     model: str, kind: GraphKind, *earlier: GraphPass, options: HandOffPrefetch | None = None
 ) -> tuple[fx.GraphModule, PassContext]:
-    """The graph after the pass, and after others that ran before it."""
     passes = (*(earlier or SCHEDULE), options or HandOffPrefetch())
     return after_passes(model_of(model), kind, *passes, hardware=DEAR_COPIES)
 

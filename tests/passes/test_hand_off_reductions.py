@@ -33,7 +33,6 @@ def handed_off(
 
 
 def deferred(gm: fx.GraphModule) -> list[fx.Node]:
-    """What a graph leaves on the link."""
     return list(gm.graph.find_nodes(op="call_function", target=ops.DEFERRED_WAIT))
 
 

@@ -49,7 +49,6 @@ BYTES = int(LAYER * MIB)
 def hoisted(
     traced: Traced, kind: GraphKind, depth: int = 1, *before: GraphPass, **context: Any
 ) -> tuple[fx.GraphModule, PassContext]:
-    """The graph after the pass, and after others that ran before it."""
     return after_passes(traced, kind, *before, HoistPrefetch(depth=depth), **context)
 
 

@@ -22,7 +22,6 @@ from tests.steps import assert_same_step, reference_step, step
 
 
 def inserted(traced: Traced, kind: GraphKind) -> str:
-    """The graph after the pass."""
     gm, ctx = traced.at(kind, after=DedupUnshard)
     assert run_pass(InsertCollectives(), gm, ctx)
     return text(gm)

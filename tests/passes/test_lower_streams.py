@@ -21,7 +21,6 @@ SCHEDULE = SCHEDULED["coalesced"]
 
 
 def lowered(model: str, kind: GraphKind, mode: str = "side") -> tuple[fx.GraphModule, PassContext]:
-    """The graph after the pass, and after others that ran before it."""
     return after_passes(
         model_of(model), kind, *SCHEDULE, AssignStreams(mode=mode), LowerStreams(), hardware=DEAR_COPIES
     )

@@ -18,7 +18,6 @@ from tests.graphs import assert_golden, layers_of
 
 
 def calls(result: PassResult) -> list[str]:
-    """The names of the regions that a graph calls."""
     return [str(node.args[1]) for node in result.graph.find_nodes(op="call_function", target=ops.REGION)]
 
 

@@ -35,7 +35,6 @@ def outlined(module: nn.Module, **kwargs: Any) -> PassResult:
 
 
 def calls(result: PassResult) -> list[str]:
-    """The names of the regions that a graph calls."""
     return [str(node.args[1]) for node in result.graph.find_nodes(op="call_function", target=ops.REGION)]
 
 
@@ -151,8 +150,6 @@ def test_leaves_a_result_that_is_a_view_alone() -> None:
 
 
 class Writes(Residual):
-    """Adds to its input in place."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.add_(1))
 
@@ -229,8 +226,6 @@ def test_leaves_what_reads_a_tensor_that_an_op_writes_to_alone() -> None:
 
 
 class BehindAnAssignment(ResidualLayers):
-    """Masks its input."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone()
         x[:, 0] = 0
@@ -242,8 +237,6 @@ def test_an_assignment_decides_nothing() -> None:
 
 
 class Within(ResidualLayers):
-    """Runs its layers inside of a context."""
-
     def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
         self.context = context
@@ -334,8 +327,6 @@ def test_no_two_regions_have_one_name() -> None:
 
 
 class WritesToResults(ResidualLayers):
-    """Adds to what its layers give."""
-
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
@@ -390,7 +381,6 @@ def test_computes_again_inside_of_the_region_what_checkpointing_does_not_keep() 
 
 
 def nothing(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    """A policy that keeps nothing."""
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 

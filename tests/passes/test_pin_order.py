@@ -24,7 +24,6 @@ from tests.schedules import DEAR_COPIES, MODELS, SCHEDULED, assert_schedule, mod
 
 
 def pinned(traced: Traced, kind: GraphKind, before: str = "inserted") -> tuple[fx.GraphModule, PassContext]:
-    """The graph after the pass, and after others that ran before it."""
     gm, ctx = traced.at(kind, after=InsertCollectives)
     ctx = PassContext(plan=ctx.plan, kind=kind, hardware=DEAR_COPIES)
     for step in (*SCHEDULED[before], PinOrder()):

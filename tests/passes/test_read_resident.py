@@ -21,7 +21,6 @@ ALL = Variant(resident=frozenset({"layers.0", "layers.1"}))
 
 
 def resident(traced: Traced, kind: GraphKind, which: Variant = ALL) -> tuple[fx.GraphModule, PassContext]:
-    """A graph after the pass."""
     gm, ctx = traced.at(kind, after=DedupUnshard)
     changed = run_pass(ReadResident(which=which), gm, ctx, given=(Property.MARKED, Property.DEDUPED))
     assert changed == (which != PLAIN)

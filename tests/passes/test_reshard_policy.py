@@ -18,7 +18,6 @@ from tests.steps import assert_same_step, step
 
 
 def tagged(traced: Traced) -> str:
-    """The joint graph after the pass."""
     gm, ctx = traced.at("joint", after=DedupUnshard)
     assert run_pass(ReshardPolicy(), gm, ctx)
     return text(gm)

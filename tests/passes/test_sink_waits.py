@@ -24,7 +24,6 @@ aten = torch.ops.aten
 
 
 def sunk(name: str, max_buffers: int, *before: GraphPass) -> tuple[fx.GraphModule, PassContext]:
-    """The backward graph after the pass, and after others that ran before it."""
     passes = (*before, SinkWaits(max_buffers=max_buffers))
     return after_passes(model_of(name), "backward", *passes, hardware=DEAR_COPIES)
 

@@ -9,8 +9,6 @@ WIDTH, ROWS, LAYERS = 256, 64, 3
 
 
 class Block(nn.Module):
-    """A matrix product and a pointwise op."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))

@@ -52,8 +52,6 @@ class Model(nn.Module):
 
 
 class Whole(nn.Module):
-    """A model without blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = Block(), Block()

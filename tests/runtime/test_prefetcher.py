@@ -398,16 +398,13 @@ def test_equal_blocks_share_a_graph_and_still_gather_their_own(link: EmulatedLin
 
 
 def prefetcher_of(model: nn.Module) -> Prefetcher:
-    """The one of all units."""
     (prefetcher,) = {unit.model.prefetcher for unit in units_under(model)}
     return prefetcher
 
 
 def in_flight(model: nn.Module) -> list[Gathered]:
-    """What was gathered and not taken."""
     return list(units_under(model)[0].model.unsharded.values())
 
 
 def assert_nothing_in_flight(model: nn.Module) -> None:
-    """No gather was left behind."""
     assert not in_flight(model)

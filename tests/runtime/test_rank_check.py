@@ -49,13 +49,10 @@ def meet(rank_group: RankGroup, warn: float = 0.2, limit: float = 1.0) -> None:
 
 
 def of_rank(*texts: str) -> str:
-    """Return the text of this rank."""
     return texts[dist.get_rank()]
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []

@@ -48,7 +48,6 @@ class Setup:
     per_block: bool = False
 
     def build(self) -> nn.Module:
-        """Build, shard and compile."""
         model = self.model()
         # A launch for each unit, of the same tensors whatever was measured here.
         options = {"lower": self.lower, "schedule": "fsdp2", "hardware": "cpu"}
@@ -61,12 +60,10 @@ class Setup:
 
 
 def of_rank(*values: Any) -> Any:
-    """Return the value of this rank."""
     return values[dist.get_rank()]
 
 
 def train_step(model: nn.Module, width: int = WIDTH, count: int = 3) -> None:
-    """Forward and backward."""
     model(torch.ones(count, width)).square().mean().backward()
 
 

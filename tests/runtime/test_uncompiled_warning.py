@@ -48,8 +48,6 @@ class Experts(nn.Module):
 
 
 class Layers(nn.Module):
-    """Two layers around something else."""
-
     def __init__(self, *inner: nn.Module) -> None:
         super().__init__()
         self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

@@ -35,7 +35,6 @@ class Mixed(nn.Module):
         self.out = nn.Linear(15, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run all of them."""
         return self.tables(self.inner(self.out(self.uneven(self.into(x)))))
 
 
@@ -55,7 +54,6 @@ SHARDERS: dict[str, Callable[[nn.Module], Any] | None] = {
 def build(
     name: str = "mlp", system: str = "fxshard", seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, Optimizer]:
-    """Return a model, block by block in the system's units, and its optimizer of two groups."""
     torch.manual_seed(seed)
     model = MODELS[name]().to(dtype)
     if (shard := SHARDERS[system]) is not None:
@@ -138,14 +136,12 @@ def train_and_save(path: str, name: str, system: str, steps: int, dtype: torch.d
 
 
 def load(path: str, name: str, system: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Load into a model with other values; return its state in full, with the extra."""
     model, optim = build(name, system, seed=1, dtype=dtype)
     extra = fxshard.load_checkpoint(path, model, optim)
     return {**state_of(model, optim), "extra": extra}
 
 
 def load_and_train(path: str, name: str, system: str, steps: range, dtype: torch.dtype) -> list[float]:
-    """Load and go on; return the losses."""
     model, optim = build(name, system, seed=1, dtype=dtype)
     fxshard.load_checkpoint(path, model, optim)
     return train(model, optim, steps)

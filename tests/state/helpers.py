@@ -64,7 +64,6 @@ def require_refusal(
 
 
 def trained_on_ranks() -> tuple[nn.Module, Optimizer]:
-    """Return a sharded model and its AdamW, after two steps."""
     model = sharded(net())
     optim = adamw(model)
     take_steps(model, optim)

@@ -43,13 +43,11 @@ class Net(nn.Module):
 
 
 def net(seed: int = 0) -> Net:
-    """Return the same model on every rank."""
     torch.manual_seed(seed)
     return Net()
 
 
 def sharded(model: Net) -> Net:
-    """Shard each block, and the rest."""
     for block in model.blocks:
         fxshard.fully_shard(block)
     return fxshard.fully_shard(model)
@@ -79,8 +77,6 @@ def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 class Keeps(nn.Linear):
-    """Has an extra state."""
-
     def __init__(self, kept: Any = 0) -> None:
         super().__init__(2, 2)
         self.kept = kept
@@ -109,7 +105,6 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def adamw(model: nn.Module, **options: Any) -> Optimizer:
-    """Return an AdamW of two groups."""
     return torch.optim.AdamW(two_groups(model), lr=0.01, **options)
 
 

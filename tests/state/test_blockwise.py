@@ -38,7 +38,6 @@ def train(model: nn.Module, optim: Any, steps: int, seed: int = 0) -> None:
 
 
 def bits(optim: Any) -> list[Tensor]:
-    """Return this rank's parts of all state."""
     found = []
     for state in optim.state.values():
         for value in state.values():

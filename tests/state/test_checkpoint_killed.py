@@ -67,7 +67,6 @@ def kill_at(rank: int, event: int, folder: Path, saves: Saves) -> int:
 
 
 def moments(saves: Saves) -> list[tuple[int, int]]:
-    """Every file event of each rank."""
     return [(rank, event) for rank, names in enumerate(saves.events) for event in range(len(names))]
 
 

@@ -52,7 +52,6 @@ class Handles:
     found: Any
 
     def get_result(self, index: int) -> Any:
-        """The only one."""
         return self.found
 
 

@@ -48,15 +48,12 @@ class Counted(MLP):
 
 
 def lame() -> tuple[nn.Module, Tensor, LossFn]:
-    """Fails under FSDP2."""
     return Lame(), torch.randn(4, 16), squared
 
 
 def endless() -> tuple[nn.Module, Tensor, LossFn]:
-    """Does not even train without any library."""
     return Endless(), torch.randn(4, 16), squared
 
 
 def counted() -> tuple[nn.Module, Tensor, LossFn]:
-    """Trains."""
     return Counted(), torch.randn(4, 16), squared

@@ -28,7 +28,6 @@ def config(**kwargs: Any) -> BenchConfig:
 
 
 def mixed() -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model, and inputs of several dtypes."""
     return nn.Linear(2, 2), {"tokens": torch.ones(2, dtype=torch.int64), "weights": torch.ones(2)}
 
 

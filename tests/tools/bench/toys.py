@@ -11,8 +11,6 @@ from fxshard.tools.bench.task import LossFn
 
 
 class MLP(nn.Module):
-    """Two blocks and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)))
@@ -23,33 +21,26 @@ class MLP(nn.Module):
 
 
 class NeverCompiled(MLP):
-    """Refuses to be compiled."""
-
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return super().forward(x)
 
 
 def squared(output: Tensor, batch: Any) -> Tensor:
-    """A loss."""
     return output.square().mean()
 
 
 def regression() -> tuple[nn.Module, Tensor, LossFn]:
-    """Works with every system."""
     return MLP(), torch.randn(4, 16), squared
 
 
 def never_compiled() -> tuple[nn.Module, Tensor, LossFn]:
-    """Fails where the whole model is compiled."""
     return NeverCompiled(), torch.randn(4, 16), squared
 
 
 def no_loss() -> tuple[nn.Module, Tensor]:
-    """Its output is no loss, and there is no loss function."""
     return MLP(), torch.randn(4, 16)
 
 
 def no_batch() -> nn.Module:
-    """Returns the model alone."""
     return MLP()

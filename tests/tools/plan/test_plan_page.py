@@ -29,7 +29,6 @@ def planned() -> Plan:
 
 @functools.cache
 def data() -> dict[str, Any]:
-    """What the page's script draws."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page(planned(), POINTS), re.DOTALL)
     assert found is not None
     return json.loads(found[1])
