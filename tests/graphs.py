@@ -423,6 +423,10 @@ EVERY_UNIT = (
 # ---- passes and texts
 
 
+def in_split(*added: GraphPass) -> Callable[[Pipeline], Pipeline]:
+    return lambda pipeline: dataclasses.replace(pipeline, split=(*pipeline.split, *added))
+
+
 def run_pass(pass_: GraphPass, gm: fx.GraphModule, ctx: PassContext, given: Sequence[Property] | None = None) -> bool:
     """Run one pass as the pipeline does; `given` is what it requires unless said otherwise."""
     return _manager.run(gm, [pass_], ctx, given=pass_.requires if given is None else given)

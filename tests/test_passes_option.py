@@ -25,6 +25,7 @@ from fxshard.ir.plan import FramePlan
 from fxshard.options import Options
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
+from tests.graphs import in_split
 
 Change = Callable[[Pipeline], Any]
 
@@ -80,10 +81,6 @@ class Idle(GraphPass):
         for launch in collectives.unshard_launches(gm.graph):
             ctx.decline(launch, "there is nothing to hide it behind")
         return False
-
-
-def in_split(*added: GraphPass) -> Change:
-    return lambda pipeline: dataclasses.replace(pipeline, split=(*pipeline.split, *added))
 
 
 def in_last(*added: GraphPass) -> Change:

@@ -29,6 +29,7 @@ from fxshard.ir import meshes
 from fxshard.options import Options
 from fxshard.passes.pipeline import DEFAULT
 from fxshard.testing import emulated_link
+from tests.graphs import in_split
 from tests.numerics.harness import EAGER, compile_module
 from tests.ranks import RankPool
 
@@ -50,10 +51,6 @@ class Calling(Idle):
     """Holds what no text can stand for."""
 
     call: Callable[[int], int] = lambda x: x
-
-
-def in_split(step: GraphPass) -> Callable[[Pipeline], Pipeline]:
-    return lambda pipeline: dataclasses.replace(pipeline, split=(*pipeline.split, step))
 
 
 def in_last(step: GraphPass) -> Callable[[Pipeline], Pipeline]:

@@ -19,7 +19,7 @@ from fxshard.inspect.bisect import _gap
 from fxshard.ir import collectives
 from fxshard.passes._base import GraphPass, PassContext, Property
 from fxshard.passes.pipeline import Pipeline
-from tests.graphs import WIDTH, Layer, TwoLayers
+from tests.graphs import WIDTH, Layer, TwoLayers, in_split
 from tests.inspect.models import Broken, shard
 
 aten = torch.ops.aten
@@ -118,11 +118,7 @@ class ForgetGain(GraphPass):
 
 def then(*passes: GraphPass, **options: Any) -> dict[str, Any]:
     """Options that run `passes` after the default ones."""
-
-    def change(pipeline: Pipeline) -> Pipeline:
-        return dataclasses.replace(pipeline, split=(*pipeline.split, *passes))
-
-    return {"passes": change, "verify": False, **options}
+    return {"passes": in_split(*passes), "verify": False, **options}
 
 
 # ---- models

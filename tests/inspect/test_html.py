@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from html.parser import HTMLParser
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 
 from fxshard import ConfigError, Explanation, MissingExtraError, explain
 from fxshard.inspect import html, tables
-from fxshard.passes.pipeline import Pipeline
-from tests.graphs import CalledTwice, Layer, TwoLayers
+from tests.graphs import CalledTwice, Layer, TwoLayers, in_split
 from tests.inspect.models import EAGER, Decliner, X, explained
 
 EVIL = """<img src="x" onerror='alert(1)'>&amp;</script>"""
@@ -61,10 +59,6 @@ class Evil(nn.Module):
         for part in self.parts.values():
             x = part(x)
         return x
-
-
-def decline_with_markup(pipeline: Pipeline) -> Pipeline:
-    return dataclasses.replace(pipeline, split=(*pipeline.split, Decliner(why=EVIL)))
 
 
 def test_the_page_holds_every_graph_to_the_letter(two_layers: Explanation) -> None:
@@ -156,7 +150,7 @@ def test_no_name_can_break_out_of_the_page() -> None:
     model = Evil()
     type(model).__name__ = EVIL
     try:
-        explanation = explain(model, X, world_size=2, options={**EAGER, "passes": decline_with_markup})
+        explanation = explain(model, X, world_size=2, options={**EAGER, "passes": in_split(Decliner(why=EVIL))})
     finally:
         type(model).__name__ = "Evil"
     text = html.page(explanation)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,8 +18,8 @@ from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives
 from fxshard.passes._base import GraphPass, PassContext
-from fxshard.passes.pipeline import Pipeline
 from tests.fake_ranks import fake_ranks, split_axis
+from tests.graphs import in_split
 from tests.models import FeedForward
 from tests.numerics.harness import EAGER, compile_module
 from tests.numerics.models import MLP, WIDTH
@@ -116,14 +114,10 @@ def test_bisects_models_with_collectives_of_their_own(what: str, lower: str) -> 
         model, x = MODELS[what](mesh), torch.randn(4, 4)
         assert fxshard.bisect_numerics(model, x, options={"lower": lower}) is None
         found = fxshard.bisect_numerics(
-            model, x, options={"lower": lower, "verify": False, "passes": and_then(Halved())}
+            model, x, options={"lower": lower, "verify": False, "passes": in_split(Halved())}
         )
         assert found is not None
         assert found.pass_name == "halved"
-
-
-def and_then(last: GraphPass) -> Callable[[Pipeline], Pipeline]:
-    return lambda pipeline: dataclasses.replace(pipeline, split=(*pipeline.split, last))
 
 
 def test_refuses_to_bisect_meshes_that_are_no_parts_of_each_other() -> None:

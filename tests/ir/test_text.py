@@ -22,14 +22,9 @@ from fxshard.ir.snapshot import Snapshot
 from fxshard.ir.tags import NodeMeta, ShardKey
 from fxshard.ir.text import graph_text, name_of, window
 from tests import graphs
-from tests.nodes import node_text
+from tests.nodes import graph_of_inputs, node_text
 
 aten = torch.ops.aten
-
-
-def graph_of_inputs(*names: str) -> tuple[fx.Graph, list[fx.Node]]:
-    graph = fx.Graph()
-    return graph, [graph.placeholder(name) for name in names]
 
 
 def nodes_of(graph: fx.Graph) -> dict[str, fx.Node]:

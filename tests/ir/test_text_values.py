@@ -8,19 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard.ir.text import dtype_text, type_text
-from tests.nodes import node_text
+from tests.nodes import graph_of_inputs, node_text
 
 aten = torch.ops.aten
-
-
-def graph_of_inputs(*names: str) -> tuple[fx.Graph, list[fx.Node]]:
-    graph = fx.Graph()
-    return graph, [graph.placeholder(name) for name in names]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 from expecttest import assert_expected_inline
 
-from fxshard.errors import InvariantError
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.pipeline import DEFAULT, DYNAMO, Pipeline
 from tests import graphs
@@ -54,18 +53,6 @@ def test_changes_nothing_when_run_again() -> None:
 def test_leaves_a_graph_alone_that_reads_each_parameter_once() -> None:
     gm, ctx = graphs.two_layers().at("joint")
     assert_changes_nothing(DedupUnshard(), gm, ctx)
-
-
-def test_wants_a_graph_with_markers() -> None:
-    gm, ctx = graphs.uneven().at("joint")
-    with pytest.raises(InvariantError) as refused:
-        run_pass(DedupUnshard(), gm, ctx, given=[])
-    assert_expected_inline(
-        str(refused.value),
-        """\
-DedupUnshard() requires MARKED; run the pass that ensures it before this one.
-This is a bug in fxshard or in a pass that was added to it: please report it.""",
-    )
 
 
 @pytest.mark.parametrize("build", [graphs.two_layers, graphs.read_twice, graphs.called_twice])

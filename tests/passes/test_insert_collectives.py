@@ -13,7 +13,7 @@ from torch import fx
 from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import collectives, ops
 from fxshard.ir.variant import Variant
-from fxshard.passes._base import GraphKind, PassContext, Property
+from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import feeds, graphs
@@ -363,12 +363,6 @@ def test_leaves_a_graph_without_markers_alone() -> None:
     assert_changes_nothing(InsertCollectives(), gm, ctx)
 
 
-def test_wants_markers_that_are_merged() -> None:
-    gm, ctx = graphs.uneven().at("forward")
-    with pytest.raises(InvariantError, match=r"InsertCollectives\(\) requires DEDUPED"):
-        run_pass(InsertCollectives(), gm, ctx, given=[Property.MARKED])
-
-
 def test_declines_arithmetic_on_a_gradient_of_a_shard() -> None:
     gm, ctx = graphs.read_twice().at("backward", after=DedupUnshard)
     (result,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
@@ -391,19 +385,10 @@ def test_declines_a_marker_inside_a_subgraph() -> None:
         run_pass(InsertCollectives(), gm, ctx)
 
 
-EVERY_UNIT = [
-    graphs.two_layers,
-    graphs.uneven,
-    graphs.frozen_weight,
-    graphs.read_twice,
-    graphs.called_twice,
-    graphs.scalar,
-    graphs.doubles,
-]
-
-
 @pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("build", EVERY_UNIT)
+@pytest.mark.parametrize(
+    "build", [build for build in graphs.EVERY_UNIT if build not in (graphs.two_dtypes, graphs.mixed_precision)]
+)
 def test_computes_what_unsharded_training_computes(build: Callable[..., Traced], world_size: int) -> None:
     traced = build(world_size=world_size)
     assert_same_step(step(traced), reference_step(traced))

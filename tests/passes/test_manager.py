@@ -16,6 +16,9 @@ from fxshard.ir.history import Remark
 from fxshard.ir.plan import FramePlan
 from fxshard.passes import _manager
 from fxshard.passes._base import GraphPass, PassContext, Property
+from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.reshard_policy import ReshardPolicy
 from tests.graphs import text
 
 
@@ -82,6 +85,19 @@ def test_names_every_fact_that_a_pass_misses() -> None:
 NeedsCollectives() requires COLLECTIVES, DEDUPED; run the pass that ensures it before this one.
 This is a bug in fxshard or in a pass that was added to it: please report it.""",
     )
+
+
+@pytest.mark.parametrize(
+    ("pass_", "given", "missed"),
+    [
+        (DedupUnshard(), [], "MARKED"),
+        (ReshardPolicy(), [Property.MARKED], "DEDUPED"),
+        (InsertCollectives(), [Property.MARKED], "DEDUPED"),
+    ],
+)
+def test_a_pass_says_which_markers_it_wants(pass_: GraphPass, given: list[Property], missed: str) -> None:
+    with pytest.raises(InvariantError, match=rf"^{re.escape(repr(pass_))} requires {missed}; run the pass that"):
+        _manager.run(small_graph(), [pass_], context(), given=given)
 
 
 def test_counts_on_what_earlier_passes_ensure() -> None:

@@ -9,17 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 
-from fxshard.ir import launches, meshes, ops, regions
-from fxshard.ir.history import PassResult
+from fxshard.ir import launches, meshes, regions
 from fxshard.ir.text import graph_text
 from fxshard.passes.pipeline import default
 from tests import feeds, graphs
 from tests.graphs import assert_golden, layers_of
-
-
-def calls(result: PassResult) -> list[str]:
-    return [str(node.args[1]) for node in result.graph.find_nodes(op="call_function", target=ops.REGION)]
-
+from tests.nodes import regions_called
 
 meshes_are_inputs = pytest.mark.skipif(
     not meshes.ARE_INPUTS, reason="before torch 2.13 functions that Dynamo makes hide the mesh"
@@ -30,7 +25,7 @@ meshes_are_inputs = pytest.mark.skipif(
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_calls_tensor_parallel_layers_with_what_they_launch(kind: str) -> None:
     traced = feeds.tensor_parallel(count=3, pipeline=default(lower="eager"))
-    (name,) = set(calls(traced.history.stages["dynamo"]["outline_regions"]))
+    (name,) = set(regions_called(traced.history.stages["dynamo"]["outline_regions"].graph))
     assert name.startswith("Feed:")
     graph = traced.history.last(kind).graph
     (code,) = regions.codes_in(graph)
@@ -52,4 +47,4 @@ def test_tells_layers_on_other_meshes_and_with_other_placements_apart() -> None:
 
     model = feeds.FeedsBehind(nn.Identity(), 5)
     traced = graphs.trace(model, units=layers_of, parallelize=parallelize, pipeline=default(lower="eager"))
-    assert len(calls(traced.history.stages["dynamo"]["outline_regions"])) == 2
+    assert len(regions_called(traced.history.stages["dynamo"]["outline_regions"].graph)) == 2

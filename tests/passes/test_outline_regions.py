@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxshard.cost.bucket_sizes import MIB
-from fxshard.ir import collectives, ops, regions
+from fxshard.ir import collectives, regions
 from fxshard.ir.history import PassResult
 from fxshard.ir.text import graph_text
 from fxshard.passes.bind_markers import BindMarkers
@@ -25,6 +25,7 @@ from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pipeline import default
 from tests import graphs
 from tests.graphs import Layers, Residual, ResidualLayers, assert_changes_nothing, assert_golden, layers_of
+from tests.nodes import regions_called
 from tests.steps import assert_same_step, reference_step, step
 
 
@@ -32,10 +33,6 @@ def outlined(module: nn.Module, **kwargs: Any) -> PassResult:
     """Dynamo's graph of a model with layers, after the pass."""
     traced = graphs.trace(module, units=layers_of, pipeline=default(lower="eager"), **kwargs)
     return traced.history.stages["dynamo"]["outline_regions"]
-
-
-def calls(result: PassResult) -> list[str]:
-    return [str(node.args[1]) for node in result.graph.find_nodes(op="call_function", target=ops.REGION)]
 
 
 def layers(*made: nn.Module) -> Layers:
@@ -93,7 +90,7 @@ return %getitem_1""",
 
 
 def test_gives_equal_code_the_same_name_in_every_compilation() -> None:
-    assert calls(outlined(ResidualLayers())) == calls(outlined(ResidualLayers()))
+    assert regions_called(outlined(ResidualLayers()).graph) == regions_called(outlined(ResidualLayers()).graph)
 
 
 class SummedBehind(Residual):
@@ -113,7 +110,8 @@ class Checkpointed(Layers):
 
 def test_ends_a_region_before_a_collective_of_the_models_own_and_begins_another_behind_it() -> None:
     result = outlined(layers(*(SummedBehind() for _ in range(3))))
-    behind, before, *rest = (name.partition(":")[0] for name in calls(result))  # the first has no gradient to pass on
+    names = regions_called(result.graph)
+    behind, before, *rest = (name.partition(":")[0] for name in names)  # the first has no gradient to pass on
     assert behind != before
     assert rest == [behind, before, behind]
     assert len([node for node in result.graph.nodes if "c10d" in str(node.target)]) == 6  # three launches, three waits
@@ -127,7 +125,7 @@ def test_leaves_a_checkpointed_block_with_a_collective_alone() -> None:
 
 def test_tells_constants_apart() -> None:
     first, second = (lambda x: x * 2), (lambda x: x * 3)
-    names = calls(outlined(layers(*map(Then, (first, first, second, first, second, first)))))
+    names = regions_called(outlined(layers(*map(Then, (first, first, second, first, second, first)))).graph)
     assert len(names) == 5
     assert len(set(names)) == 2
 
@@ -136,12 +134,12 @@ def test_tells_frozen_layers_apart() -> None:
     model = ResidualLayers(6)
     for layer in model.layers[2:4]:
         layer.requires_grad_(False)
-    names = calls(outlined(model))
+    names = regions_called(outlined(model).graph)
     assert [names.count(name) for name in names] == [3, 2, 2, 3, 3]
 
 
 def test_leaves_what_occurs_once_alone() -> None:
-    assert not calls(outlined(ResidualLayers(2)))
+    assert not regions_called(outlined(ResidualLayers(2)).graph)
 
 
 def test_leaves_a_result_that_is_a_view_alone() -> None:
@@ -299,8 +297,8 @@ def test_calls_that_draw_random_numbers_are_never_one() -> None:
     inner = DrawsTwice()
     model = nn.Sequential(inner)
     traced = graphs.trace(model, units=lambda _: [*inner.layers, inner, model], pipeline=default(lower="eager"))
-    assert len(calls(traced.history.stages["dynamo"]["outline_regions"])) == 2
-    assert len(calls(traced.history.stages["forward"]["captured"])) == 2
+    assert len(regions_called(traced.history.stages["dynamo"]["outline_regions"].graph)) == 2
+    assert len(regions_called(traced.history.stages["forward"]["captured"].graph)) == 2
 
 
 class Scaled(Residual):
@@ -321,7 +319,8 @@ class Scaled_1(Residual):  # as the second region of the other class would be ca
 def test_no_two_regions_have_one_name() -> None:
     model = layers(Residual(), Scaled(2.0), Scaled(2.0), Scaled(3.0), Scaled(3.0), Scaled_1(), Scaled_1())
     traced = graphs.trace(model, units=layers_of, pipeline=default(lower="eager"))
-    names = {name.partition(":")[0] for name in calls(traced.history.stages["dynamo"]["outline_regions"])}
+    called = regions_called(traced.history.stages["dynamo"]["outline_regions"].graph)
+    names = {name.partition(":")[0] for name in called}
     assert names == {"Scaled", "Scaled_1", "Scaled_1_1"}
     assert_same_step(step(traced), reference_step(traced))
 
@@ -361,7 +360,7 @@ def test_leaves_tensors_of_constants_alone() -> None:
 def test_ends_a_region_before_activation_checkpointing() -> None:
     then = Then(lambda x: checkpoint(torch.tanh, x, use_reentrant=False))
     result = outlined(layers(*(then if i == 0 else Then(then.then) for i in range(3))))
-    assert len(calls(result)) == 2
+    assert len(regions_called(result.graph)) == 2
     assert sum("tag_activation_checkpoint" in str(node.target) for node in result.graph.nodes) == 3
 
 
@@ -450,7 +449,7 @@ def cut(module: nn.Module) -> graphs.Traced:
 
 def test_cuts_a_region_where_a_launch_of_its_own_brings_the_next_parameter() -> None:
     traced = cut(layers(*(TwoProducts() for _ in range(3))))
-    called = calls(traced.history.stages["dynamo"]["outline_regions"])
+    called = regions_called(traced.history.stages["dynamo"]["outline_regions"].graph)
     assert [name.partition(":")[0] for name in called] == ["TwoProducts", "TwoProducts_1"] * 2
     assert_same_step(step(traced), reference_step(traced))
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fxshard.errors import InvariantError
-from fxshard.passes._base import Property
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.pipeline import DEFAULT, DYNAMO, Pipeline
@@ -103,18 +101,6 @@ def test_gives_the_same_tags_when_run_again() -> None:
 def test_leaves_a_graph_without_markers_alone() -> None:
     gm, ctx = graphs.uneven().at("forward", after=InsertCollectives)
     assert_changes_nothing(ReshardPolicy(), gm, ctx)
-
-
-def test_wants_markers_that_are_merged() -> None:
-    gm, ctx = graphs.uneven().at("joint")
-    with pytest.raises(InvariantError) as refused:
-        run_pass(ReshardPolicy(), gm, ctx, given=[Property.MARKED])
-    assert_expected_inline(
-        str(refused.value),
-        """\
-ReshardPolicy() requires DEDUPED; run the pass that ensures it before this one.
-This is a bug in fxshard or in a pass that was added to it: please report it.""",
-    )
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from fxshard.runtime.rank_check import Agreement
 from fxshard.runtime.rank_group import ARRIVAL_S, LOOK_EVERY, RING, CollectiveSequence, RankGroup
 from fxshard.runtime.stalled_runs import TELL_AFTER_S, watching
 from tests.ranks import fresh_ranks, join_group, two_ranks
+from tests.watching import said_by
 
 REMEDY = (
     "Where a rank's data decides which modules run, call all of them on every rank, in one order: give those without "
@@ -50,15 +50,6 @@ def meet(rank_group: RankGroup, warn: float = 0.2, limit: float = 1.0) -> None:
 
 def of_rank(*texts: str) -> str:
     return texts[dist.get_rank()]
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 @contextmanager
@@ -330,17 +321,12 @@ def test_a_rank_that_others_have_left_far_behind_is_told_so() -> None:
 
 @two_ranks
 def test_a_line_says_who_is_late_and_the_late_rank_is_waited_for() -> None:
-    handler, ranks = Lines(), both()
-    logger = logging.getLogger(rank_group.__name__)
-    logger.addHandler(handler)
+    ranks = both()
     if dist.get_rank() == 1:
         time.sleep(1.0)
-    try:
+    with said_by(rank_group.__name__) as lines:
         begin(ranks, "a")
         meet(ranks, limit=30.0)
-    finally:
-        logger.removeHandler(handler)
-    lines = handler.lines
     if dist.get_rank() == 1:
         assert lines == []
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +18,7 @@ from fxshard.runtime import gloo
 from tests.models import Chain, FeedForward, Towers
 from tests.pairwise import slow
 from tests.state import processes
+from tests.watching import said_by
 
 EAGER: dict[str, Any] = {"lower": "eager"}
 
@@ -138,22 +138,13 @@ def test_a_rank_that_is_slow_is_waited_for() -> None:
     processes.run(2, be_slow)
 
 
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def wait_on_another_backend() -> None:
-    model, records = uncompiled(sharded("gloo", timedelta(seconds=8))), Records()
+    model = uncompiled(sharded("gloo", timedelta(seconds=8)))
     learn_both_ways(model)
-    logging.getLogger("fxshard").addHandler(records)
-    with pytest.raises(RankMismatchError, match="the ranks launch different collectives"):
+    refusal = pytest.raises(RankMismatchError, match="the ranks launch different collectives")
+    with said_by("fxshard") as said, refusal:
         call(model, ("image", "text")[dist.get_rank()])
-    assert any("a run will never end, for other ranks went another way" in text for text in records.messages)
+    assert any("a run will never end, for other ranks went another way" in text for text in said)
 
 
 @pytest.mark.multi_rank
