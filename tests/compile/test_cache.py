@@ -118,31 +118,14 @@ def test_finds_code_and_what_the_frame_must_know(warm: DeviceMesh) -> None:
     assert actual.trained == expected.trained
     assert sum(map(len, actual.trained.values())) == 2
     assert all(p.grad is not None for p in after.parameters())
+    shown = fxshard.compiled_graphs(after)
+    assert shown == fxshard.compiled_graphs(before)
+    assert [graph.kind for graph in shown] == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_shows_the_graphs_of_code_that_was_found(warm: DeviceMesh, dynamic: bool) -> None:
-    def shown(expected: tuple[int, int]) -> tuple[list[fxshard.CompiledGraph], dict[str, list[str]]]:
-        torch._dynamo.reset()
-        found()
-        model = build(warm)
-        step = compile_module(model, options={"passes": in_last(Idle())}, dynamic=dynamic)
-        step(torch.ones(3, 4)).sum().backward()
-        assert found() == expected
-        return fxshard.compiled_graphs(model), names_of(fxshard.explanation_of(model))
-
-    def names_of(explanation: fxshard.Explanation) -> dict[str, list[str]]:
-        return {stage: list(records) for stage, records in explanation.graphs.items()}
-
-    before, after = shown((0, 1)), shown((1, 0))
-    assert after == before
-    assert [graph.kind for graph in after[0]] == ["forward", "backward"]
-    assert "idle" in after[1]["backward_last"]
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_accumulates_with_code_that_was_found(dynamic: bool) -> None:
-    def accumulated(mesh: DeviceMesh, expected: tuple[int, int]) -> tuple[list[Tensor], list[fxshard.CompiledGraph]]:
+def test_accumulates_with_code_that_was_found_and_shows_its_graphs(dynamic: bool) -> None:
+    def accumulated(mesh: DeviceMesh, expected: tuple[int, int]) -> tuple[list[Tensor], Any, dict[str, list[str]]]:
         torch._dynamo.reset()
         found()
         model = build(mesh)
@@ -153,13 +136,15 @@ def test_accumulates_with_code_that_was_found(dynamic: bool) -> None:
         step(torch.ones(3, 4)).sum().backward()
         assert found() == expected
         grads = [cast(DTensor, p.grad).to_local().clone() for p in model.parameters()]
-        return grads, fxshard.compiled_graphs(model)
+        records = {stage: list(graphs) for stage, graphs in fxshard.explanation_of(model).graphs.items()}
+        return grads, fxshard.compiled_graphs(model), records
 
     with fresh_cache(), emulated_link(2) as link:
         before, after = accumulated(link.mesh, (0, 1)), accumulated(link.mesh, (1, 0))
         torch._dynamo.reset()
     assert all(map(torch.equal, before[0], after[0]))
-    assert after[1] == before[1]
+    assert after[1:] == before[1:]
+    assert "idle" in after[2]["backward_last"]
     kinds = ["forward", "backward", "backward_accumulate", "backward_final"]
     assert [graph.kind for graph in after[1]] == kinds
 
@@ -242,17 +227,19 @@ def test_compiles_anew_what_anything_has_changed_of(warm: DeviceMesh) -> None:
         assert compiled(model, **options) == (0, 1) if what in ("the group", "the world size") else (1, 0), what
 
 
-def test_caches_nothing_for_a_pass_with_a_function_in_it(warm: DeviceMesh) -> None:
+def test_caches_nothing_for_what_no_text_stands_for_or_the_user_has_switched_off(
+    warm: DeviceMesh,
+) -> None:
     for _ in range(2):
         counters["inductor"].clear()
         assert compiled(build(warm), passes=in_split(Calling())) == (0, 0)
         assert not counters["inductor"]["fxgraph_cache_hit"]
-
-
-def test_caches_nothing_for_a_pass_whose_class_stands_in_no_file(warm: DeviceMesh) -> None:
     space: dict[str, Any] = {"Idle": Idle, "__name__": "nowhere"}
     exec("class Typed(Idle):\n    version = 7", space)
     assert compiled(build(warm), passes=in_split(space["Typed"]())) == (0, 0)
+    with functorch_config.patch(enable_autograd_cache=False):
+        assert compiled(build(warm)) == (0, 0)
+    assert compiled(build(warm), inductor={"fx_graph_cache": False}) == (0, 0)
 
 
 @pytest.mark.slow
@@ -265,12 +252,6 @@ def test_caches_nothing_for_a_graph_that_reads_a_tensor_subclass(warm: DeviceMes
     found()
     torch.compile(step, backend="fxshard")(torch.ones(2, 4), value).backward()
     assert found() == (0, 0)
-
-
-def test_does_without_the_cache_where_the_user_has_switched_it_off(warm: DeviceMesh) -> None:
-    with functorch_config.patch(enable_autograd_cache=False):
-        assert compiled(build(warm)) == (0, 0)
-    assert compiled(build(warm), inductor={"fx_graph_cache": False}) == (0, 0)
 
 
 # ---- the digest

@@ -48,7 +48,6 @@ from tests.pairwise import slow
 
 SHARDED: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     "blocks": (Stack, blocks_then_root),
-    "whole": (Stack, whole),
     "a list as one unit": (Stack, list_as_one_unit),
     "mixed precision": (Stack, in_bfloat16),
     "ignored parameters": (Stack, partly_ignored),
