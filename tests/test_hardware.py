@@ -141,23 +141,10 @@ TWO_NODES = dataclasses.replace(
 )
 
 
-def test_a_group_inside_a_node_runs_on_the_fast_link() -> None:
-    assert TWO_NODES.link(4) == (1.0, 0.5, 100.0)
-
-
-def test_the_ranks_of_a_node_share_its_network_and_every_fourth_step_is_between_nodes() -> None:
-    assert TWO_NODES.link(8) == (1.0, (2.0 + 3 * 0.5) / 4, 40.0)
-
-
-def test_one_rank_of_each_node_has_its_part_of_the_network_alone() -> None:
-    assert TWO_NODES.replica_link(2, 4) == (1.0, 2.0, 10.0)
-
-
-def test_replicas_inside_a_node_are_on_the_fast_link() -> None:
-    assert TWO_NODES.replica_link(2, 2) == (1.0, 0.5, 100.0)
-
-
-def test_a_wide_network_is_no_faster_than_the_link_inside_the_nodes() -> None:
+def test_the_link_of_a_group_is_that_of_its_node_or_a_part_of_the_network() -> None:
+    assert TWO_NODES.link(4) == TWO_NODES.replica_link(2, 2) == (1.0, 0.5, 100.0)
+    assert TWO_NODES.link(8) == (1.0, (2.0 + 3 * 0.5) / 4, 40.0)  # shared; every fourth step is between nodes
+    assert TWO_NODES.replica_link(2, 4) == (1.0, 2.0, 10.0)  # one rank of each node has its part alone
     assert dataclasses.replace(TWO_NODES, network_bandwidth=1000.0).link(8).bandwidth == 100.0
 
 

@@ -7,6 +7,7 @@ import operator
 
 import pytest
 import torch
+from torch import fx
 
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.step import Clock, GraphOfStep, step_time
@@ -22,6 +23,13 @@ REDUCTION = TRANSFER
 """Seconds of reducing as many bytes as a gather brings."""
 
 
+def finished(
+    plan: HandMade, hardware: HardwareSpec = HARDWARE, calls: dict[fx.Node, GraphOfStep] | None = None, **kwargs: bool
+) -> GraphOfStep:
+    graph = plan.finish(plan.x)
+    return GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), hardware), calls, **kwargs)
+
+
 def block(products: int, *, reduces: bool = False) -> GraphOfStep:
     """A graph that gathers, multiplies, and may reduce what it does not wait for."""
     plan = HandMade()
@@ -32,8 +40,7 @@ def block(products: int, *, reduces: bool = False) -> GraphOfStep:
         plan.product()
     if reduces:
         plan.call(c10d.reduce_scatter_tensor.default, plan.input("gradient", (1024 * RANKS,)), "sum", RANKS, "0")
-    graph = plan.finish(plan.x)
-    return GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), HARDWARE))
+    return finished(plan)
 
 
 def test_one_graph_takes_what_its_timeline_says() -> None:
@@ -57,9 +64,7 @@ def test_gathers_reach_from_one_kind_of_graph_to_another() -> None:
 def test_a_graph_without_gathers_hands_nothing_over() -> None:
     plan = HandMade()
     plan.product()
-    graph = plan.finish(plan.x)
-    between = GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), HARDWARE))
-    assert step_time([block(3), between, block(3)]) == (7 * PRODUCT + 2 * TRANSFER, 2 * TRANSFER)
+    assert step_time([block(3), finished(plan), block(3)]) == (7 * PRODUCT + 2 * TRANSFER, 2 * TRANSFER)
 
 
 def test_a_step_ends_once_the_last_reduction_is_done() -> None:
@@ -80,8 +85,7 @@ def test_compute_stands_until_a_reduction_is_done_where_nothing_else_carries_it(
     plan = HandMade()
     plan.call(c10d.reduce_scatter_tensor.default, plan.input("gradient", (1024 * RANKS,)), "sum", RANKS, "0")
     plan.product()
-    graph = plan.finish(plan.x)
-    shared = GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), HARDWARE), reduces_at_once=at_once)
+    shared = finished(plan, reduces_at_once=at_once)
     clock = Clock()
     clock.run_all([shared, shared])
     assert clock.now == pytest.approx(2 * (PRODUCT + REDUCTION) if at_once else max(2 * REDUCTION, 2 * PRODUCT))
@@ -110,9 +114,8 @@ def test_the_graph_before_makes_all_launches_of_the_first_unit() -> None:
         plan.wait(launch)
         for _ in range(1 + number):
             plan.product()
-    graph = plan.finish(plan.x)
-    of_step = GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), HARDWARE))
-    first, second = (node for node in graph.nodes if node in of_step.timeline.launches)
+    of_step = finished(plan)
+    first, second = (node for node in plan.graph.nodes if node in of_step.timeline.launches)
     assert (of_step.ahead, of_step.last) == ((first, second), second)
     assert step_time([of_step]) == (2 * TRANSFER + 3 * PRODUCT, 2 * TRANSFER)
     assert step_time([block(4), of_step]) == (TRANSFER + 7 * PRODUCT, TRANSFER)  # 4 products hide both
@@ -131,8 +134,7 @@ def called(inner: GraphOfStep, count: int, hardware: HardwareSpec = HARDWARE) ->
         calls[node] = inner
         plan.x = plan.call(operator.getitem, node, 0)
     plan.product()
-    graph = plan.finish(plan.x)
-    return GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), hardware), calls)
+    return finished(plan, hardware, calls)
 
 
 def test_a_graph_that_calls_others_stands_still_while_they_run_and_begins_their_first_gather() -> None:
@@ -147,8 +149,7 @@ def test_compute_is_slower_while_a_collective_runs() -> None:
     plan.product()
     plan.wait(launch)
     plan.product()
-    graph = plan.finish(plan.x)
-    graphs, clock = [GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), half))], Clock()
+    graphs, clock = [finished(plan, half)], Clock()
     clock.run_all(graphs)
     assert clock.now == pytest.approx(TRANSFER + (2 * PRODUCT - TRANSFER / 2) + PRODUCT)
     assert step_time(graphs) == (TRANSFER + PRODUCT, TRANSFER - 2 * PRODUCT)
@@ -159,8 +160,7 @@ def test_compute_waits_for_a_host_that_is_slower() -> None:
     plan = HandMade()
     for _ in range(4):
         plan.product()
-    graph = plan.finish(plan.x)
-    graphs, clock = [GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), slow))], Clock()
+    graphs, clock = [finished(plan, slow)], Clock()
     clock.run_all(graphs)
     assert clock.now == 8 * PRODUCT
     assert step_time(graphs).seconds == 4 * PRODUCT
