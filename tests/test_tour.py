@@ -1,13 +1,13 @@
 """The tour and the pages of the passes show what the code produces now; EXPECTTEST_ACCEPT=1 writes them anew."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import pytest
 from torch import fx
 
 from fxshard.cost.bucket_sizes import MIB
@@ -124,6 +124,76 @@ def between(traced: Traced, kind: GraphKind, before: type[GraphPass] | None, aft
     return {kind: changes(*map(text, graphs_of))}
 
 
+def layer(**kwargs: Any) -> Traced:
+    return graphs.trace(graphs.Layer(), reshard_after_forward=True, **kwargs)
+
+
+def layers() -> Traced:
+    return graphs.two_layers(reshard_after_forward=True)
+
+
+def mixed() -> Traced:
+    return graphs.mixed_precision(reshard_after_forward=True)
+
+
+@pytest.mark.parametrize(
+    ("build", "kinds", "before", "pass_"),
+    [
+        (graphs.read_twice, ["joint"], None, DedupUnshard),
+        (lambda: graphs.casting(reshard_after_forward=True), ["joint"], DedupUnshard, ReshardPolicy),
+        (lambda: graphs.two_layers(reshard_after_forward=False), ["joint"], ReshardPolicy, TagParameterViews),
+        (in_step, ["joint"], DedupUnshard, ReduceUnused),
+        (layer, SPLIT, DedupUnshard, InsertCollectives),
+        (lambda: layer(offloads=True), SPLIT, DedupUnshard, OffloadShards),
+    ],
+)
+def test_keeps_the_page_of_a_pass_in_step_with_the_pipeline(
+    build: Callable[[], Traced], kinds: Sequence[GraphKind], before: type[GraphPass] | None, pass_: type[GraphPass]
+) -> None:
+    traced = build()
+    assert_shows(pass_, {kind: between(traced, kind, before, pass_)[kind] for kind in kinds})
+
+
+def rewritten(traced: Traced, kind: GraphKind, pass_: GraphPass, *earlier: GraphPass) -> str:
+    """What a pass to which even these few bytes matter changes in a graph, `earlier` ones having run."""
+    gm, ctx = traced.at(kind, after=InsertCollectives)
+    link = dataclasses.replace(ctx.hardware, gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
+    ctx = dataclasses.replace(ctx, hardware=link)
+    for step in earlier:
+        step.apply(gm, ctx)
+    before = text(gm)
+    pass_.apply(gm, ctx)
+    return changes(before, text(gm))
+
+
+ONE_AHEAD, TWO_BUFFERS, ON_SIDE = HoistPrefetch(depth=1), SinkWaits(max_buffers=2), AssignStreams(mode="side")
+
+
+@pytest.mark.parametrize(
+    ("build", "kinds", "passes"),
+    [
+        (lambda: graphs.two_layers(reshard_after_forward=False), ["backward"], [BucketCollectives(size=160 / MIB)]),
+        (layer, ["forward"], [CoalesceCollectives()]),
+        (layers, ["forward"], [ONE_AHEAD]),
+        (lambda: graphs.offloaded(reshard_after_forward=True), ["forward"], [ONE_AHEAD, HoistCopies()]),
+        (layers, ["backward"], [TWO_BUFFERS]),
+        (layers, ["backward"], [TWO_BUFFERS, ONE_AHEAD, PinOrder()]),
+        (layers, ["forward"], [TWO_BUFFERS, ONE_AHEAD, PinOrder(), EnforceOrder()]),
+        (layers, ["forward"], [ONE_AHEAD, HandOffPrefetch()]),
+        (mixed, SPLIT, [ON_SIDE]),
+        (mixed, SPLIT, [ON_SIDE, LowerStreams()]),
+        (mixed, ["forward"], [CoalesceCollectives(), CastShards(devices=("cpu",))]),
+        (mixed, ["backward"], [CopyInGradients(devices=("cpu",))]),
+        (convolution, ["forward"], [CopyBiases(needed=True)]),
+    ],
+)
+def test_keeps_the_page_of_the_last_of_these_passes_in_step(
+    build: Callable[[], Traced], kinds: Sequence[GraphKind], passes: Sequence[GraphPass]
+) -> None:
+    traced, (*earlier, pass_) = build(), passes
+    assert_shows(type(pass_), {kind: rewritten(traced, kind, pass_, *earlier) for kind in kinds})
+
+
 def test_keeps_the_pages_of_the_dynamo_stage_in_step() -> None:
     results = graphs.regions().history.stages["dynamo"]
     change = changes(str(results["bind_markers"]), str(results["outline_regions"]))
@@ -148,27 +218,14 @@ def test_keeps_the_page_of_fold_copies_in_step() -> None:
     assert_shows(FoldCopies, {"forward": changes(before, text(gm)), "what it calls": code})
 
 
-def test_keeps_the_page_of_dedup_unshard_in_step() -> None:
-    assert_shows(DedupUnshard, between(graphs.read_twice(), "joint", None, DedupUnshard))
-
-
-def test_keeps_the_page_of_reshard_policy_in_step() -> None:
-    traced = graphs.casting(reshard_after_forward=True)
-    assert_shows(ReshardPolicy, between(traced, "joint", DedupUnshard, ReshardPolicy))
-
-
 def test_keeps_the_page_of_reshard_to_subgroup_in_step() -> None:
     traced = graphs.trace(graphs.Layer(), world_size=4, reshard_after_forward=2)
     change = between(traced, "joint", DedupUnshard, ReshardToSubgroup)
     assert_shows(ReshardToSubgroup, {kind: without_subgroup_name(block) for kind, block in change.items()})
 
 
-def test_keeps_the_page_of_reduce_unused_in_step() -> None:
-    assert_shows(ReduceUnused, between(in_step(), "joint", DedupUnshard, ReduceUnused))
-
-
 def test_keeps_the_page_of_accumulate_gradients_in_step() -> None:
-    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
+    traced = layer()
     blocks = {}
     for which in (Variant(accumulates=frozenset({""})), Variant(finishes=frozenset({""}))):
         gm, ctx = traced.at("backward", after=DedupUnshard)
@@ -179,8 +236,7 @@ def test_keeps_the_page_of_accumulate_gradients_in_step() -> None:
 
 
 def test_keeps_the_page_of_fuse_grad_accumulation_in_step() -> None:
-    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
-    gm, ctx = traced.at("backward", after=DedupUnshard)
+    gm, ctx = layer().at("backward", after=DedupUnshard)
     run_pass(AccumulateGradients(which=Variant(accumulates=frozenset({""}))), gm, ctx)
     before = text(gm)
     run_pass(FuseGradAccumulation(), gm, ctx)
@@ -188,62 +244,10 @@ def test_keeps_the_page_of_fuse_grad_accumulation_in_step() -> None:
 
 
 def test_keeps_the_page_of_read_resident_in_step() -> None:
-    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
-    gm, ctx = traced.at("forward", after=DedupUnshard)
+    gm, ctx = layer().at("forward", after=DedupUnshard)
     before = text(gm)
     run_pass(ReadResident(which=Variant(resident=frozenset({""}))), gm, ctx)
     assert_shows(ReadResident, {"forward": changes(before, text(gm))})
-
-
-def test_keeps_the_page_of_insert_collectives_in_step() -> None:
-    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
-    blocks: dict[str, str] = {}
-    for kind in SPLIT:
-        blocks |= between(traced, kind, DedupUnshard, InsertCollectives)
-    assert_shows(InsertCollectives, blocks)
-
-
-def rewritten(traced: Traced, kind: GraphKind, pass_: GraphPass, *earlier: GraphPass) -> dict[str, str]:
-    """What a pass to which even these few bytes matter changes in a graph, `earlier` ones having run."""
-    gm, ctx = traced.at(kind, after=InsertCollectives)
-    link = dataclasses.replace(ctx.hardware, gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
-    ctx = dataclasses.replace(ctx, hardware=link)
-    for step in earlier:
-        step.apply(gm, ctx)
-    before = text(gm)
-    pass_.apply(gm, ctx)
-    return {kind: changes(before, text(gm))}
-
-
-def test_keeps_the_page_of_bucket_collectives_in_step() -> None:
-    layers = 160 / MIB
-    traced = graphs.two_layers(reshard_after_forward=False)
-    assert_shows(BucketCollectives, rewritten(traced, "backward", BucketCollectives(size=layers)))
-
-
-def test_keeps_the_page_of_coalesce_collectives_in_step() -> None:
-    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
-    assert_shows(CoalesceCollectives, rewritten(traced, "forward", CoalesceCollectives()))
-
-
-def test_keeps_the_page_of_hoist_prefetch_in_step() -> None:
-    traced = graphs.two_layers(reshard_after_forward=True)
-    assert_shows(HoistPrefetch, rewritten(traced, "forward", HoistPrefetch(depth=1)))
-
-
-def test_keeps_the_page_of_offload_shards_in_step() -> None:
-    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True, offloads=True)
-    assert_shows(OffloadShards, {kind: between(traced, kind, DedupUnshard, OffloadShards)[kind] for kind in SPLIT})
-
-
-def test_keeps_the_page_of_hoist_copies_in_step() -> None:
-    traced = graphs.offloaded(reshard_after_forward=True)
-    assert_shows(HoistCopies, rewritten(traced, "forward", HoistCopies(), HoistPrefetch(depth=1)))
-
-
-def test_keeps_the_page_of_sink_waits_in_step() -> None:
-    traced = graphs.two_layers(reshard_after_forward=True)
-    assert_shows(SinkWaits, rewritten(traced, "backward", SinkWaits(max_buffers=2)))
 
 
 def test_keeps_the_page_of_chain_reductions_in_step() -> None:
@@ -262,56 +266,8 @@ def test_keeps_the_page_of_defer_weight_gradients_in_step() -> None:
     assert_shows(DeferWeightGradients, {"backward": changes(before, text(gm))})
 
 
-def test_keeps_the_page_of_pin_order_in_step() -> None:
-    traced = graphs.two_layers(reshard_after_forward=True)
-    earlier = (SinkWaits(max_buffers=2), HoistPrefetch(depth=1))
-    assert_shows(PinOrder, rewritten(traced, "backward", PinOrder(), *earlier))
-
-
-def test_keeps_the_page_of_tag_parameter_views_in_step() -> None:
-    traced = graphs.two_layers(reshard_after_forward=False)
-    assert_shows(TagParameterViews, between(traced, "joint", ReshardPolicy, TagParameterViews))
-
-
-def test_keeps_the_page_of_hand_off_prefetch_in_step() -> None:
-    traced = graphs.two_layers(reshard_after_forward=True)
-    assert_shows(HandOffPrefetch, rewritten(traced, "forward", HandOffPrefetch(), HoistPrefetch(depth=1)))
-
-
 def test_keeps_the_page_of_hand_off_reductions_in_step() -> None:
-    traced = graphs.two_layers(reshard_after_forward=True)
-    plan = dataclasses.replace(traced.plan, is_part=True)
-    traced = dataclasses.replace(traced, plan=plan)
-    assert_shows(HandOffReductions, rewritten(traced, "backward", HandOffReductions(), SinkWaits()))
-
-
-def test_keeps_the_page_of_lower_streams_in_step() -> None:
-    traced = graphs.mixed_precision(reshard_after_forward=True)
-    earlier = AssignStreams(mode="side")
-    assert_shows(LowerStreams, {kind: rewritten(traced, kind, LowerStreams(), earlier)[kind] for kind in SPLIT})
-
-
-def test_keeps_the_page_of_cast_shards_in_step() -> None:
-    traced = graphs.mixed_precision(reshard_after_forward=True)
-    assert_shows(CastShards, rewritten(traced, "forward", CastShards(devices=("cpu",)), CoalesceCollectives()))
-
-
-def test_keeps_the_page_of_copy_in_gradients_in_step() -> None:
-    traced = graphs.mixed_precision(reshard_after_forward=True)
-    assert_shows(CopyInGradients, rewritten(traced, "backward", CopyInGradients(devices=("cpu",))))
-
-
-def test_keeps_the_page_of_copy_biases_in_step() -> None:
-    assert_shows(CopyBiases, rewritten(convolution(), "forward", CopyBiases(needed=True)))
-
-
-def test_keeps_the_page_of_enforce_order_in_step() -> None:
-    traced = graphs.two_layers(reshard_after_forward=True)
-    earlier = (SinkWaits(max_buffers=2), HoistPrefetch(depth=1), PinOrder())
-    assert_shows(EnforceOrder, rewritten(traced, "forward", EnforceOrder(), *earlier))
-
-
-def test_keeps_the_page_of_assign_streams_in_step() -> None:
-    traced = graphs.mixed_precision(reshard_after_forward=True)
-    mode = AssignStreams(mode="side")
-    assert_shows(AssignStreams, {kind: rewritten(traced, kind, mode)[kind] for kind in SPLIT})
+    traced = layers()
+    traced = dataclasses.replace(traced, plan=dataclasses.replace(traced.plan, is_part=True))
+    change = rewritten(traced, "backward", HandOffReductions(), SinkWaits())
+    assert_shows(HandOffReductions, {"backward": change})
