@@ -1,7 +1,5 @@
 """A small Llama of Hugging Face, its batches, and accelerate on the CPU, for the tests of this folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -87,9 +85,3 @@ def accelerator_with_fsdp2(**kwargs: Any) -> Iterator[Any]:
         accelerator = Accelerator(cpu=True, **kwargs)
         use_fsdp2(accelerator, state_dict_type="SHARDED_STATE_DICT")
         yield accelerator
-
-
-def shared_folder(path: str) -> str:
-    names = [path]
-    dist.broadcast_object_list(names)
-    return names[0]

@@ -1,8 +1,5 @@
 """Models that accelerate prepares: with its FSDP2 plugin and `adopt`, or sharded before."""
 
-from __future__ import annotations
-
-import tempfile
 from typing import Any
 
 import pytest
@@ -13,10 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 import fxshard
-from tests.integrations.llama import accelerate_state, accelerator_with_fsdp2, llama, sequences, shared_folder
+from tests.integrations.llama import accelerate_state, accelerator_with_fsdp2, llama, sequences
 from tests.numerics.harness import EAGER, compile_module
 from tests.pairwise import slow
 from tests.ranks import two_ranks
+from tests.state.helpers import shared_folder
 
 STEPS = 3
 
@@ -68,21 +66,19 @@ def test_an_adopted_model_trains_like_the_plugins(regional: bool, options: dict[
 
 @two_ranks
 def test_an_adopted_model_is_saved_and_loaded_by_accelerate() -> None:
-    with tempfile.TemporaryDirectory() as own, accelerator_with_fsdp2() as accelerator:
-        folder = shared_folder(own)
+    with accelerator_with_fsdp2() as accelerator, shared_folder() as folder:
         model, optimizer, loader = prepared(accelerator)
         model = fxshard.adopt(model)
         compiled = compile_module(model, options=EAGER)
         train(accelerator, model, optimizer, loader, compiled)
-        accelerator.save_state(folder)
+        accelerator.save_state(str(folder))
         expected = train(accelerator, model, optimizer, loader, compiled)
-        accelerator.load_state(folder)
+        accelerator.load_state(str(folder))
         assert train(accelerator, model, optimizer, loader, compiled) == expected
         whole = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
             assert whole.keys() == llama().state_dict().keys()
             assert all(type(value) is torch.Tensor for value in whole.values())
-        accelerator.wait_for_everyone()
 
 
 @pytest.mark.slow

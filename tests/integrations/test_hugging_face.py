@@ -1,10 +1,6 @@
 """What Hugging Face's models do besides training: `generate`, `save_pretrained`, peft's adapters."""
 
-from __future__ import annotations
-
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +11,11 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import fxshard
-from tests.integrations.llama import llama, sequences, shared_folder
+from tests.integrations.llama import llama, sequences
 from tests.numerics.harness import EAGER, compile_module
 from tests.pairwise import slow
 from tests.ranks import two_ranks
+from tests.state.helpers import shared_folder
 
 
 def shard(model: Any, blocks: list[Any], *, adopted: bool) -> Any:
@@ -33,8 +30,7 @@ def shard(model: Any, blocks: list[Any], *, adopted: bool) -> Any:
 @pytest.mark.parametrize("adopted", [True, slow(False)])
 @pytest.mark.parametrize("given", [True, False])
 def test_saves_what_the_whole_model_would(given: bool, adopted: bool) -> None:
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(shared_folder(own))
+    with shared_folder() as folder:
         model = llama()
         if dist.get_rank() == 0:
             model.save_pretrained(folder / "whole")
@@ -53,7 +49,6 @@ def test_saves_what_the_whole_model_would(given: bool, adopted: bool) -> None:
         found, expected = (LlamaForCausalLM.from_pretrained(folder / f).state_dict() for f in ("ours", "whole"))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-        dist.barrier()
 
 
 @two_ranks

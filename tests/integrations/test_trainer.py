@@ -1,10 +1,5 @@
 """`FxshardTrainer` does what Hugging Face's `Trainer` does on `DistributedDataParallel`."""
 
-from __future__ import annotations
-
-import os
-import tempfile
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -16,9 +11,10 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 import fxshard
 from fxshard.errors import ConfigError
 from fxshard.integrations.trainer import FxshardTrainer
-from tests.integrations.llama import Sequences, accelerate_state, llama, sequences, shared_folder
+from tests.integrations.llama import Sequences, accelerate_state, llama, sequences
 from tests.pairwise import slow
 from tests.ranks import two_ranks
+from tests.state.helpers import shared_folder
 
 STEPS = 4
 
@@ -76,8 +72,7 @@ def close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
 @pytest.mark.parametrize("kind", [Ours, slow(Regional)])
 def test_logs_evaluates_and_saves_what_ddp_does(kind: type[Ours]) -> None:
     """With accumulation, clipping and a schedule; from its checkpoint training goes on as if it had not stopped."""
-    with tempfile.TemporaryDirectory() as own, accelerate_state():
-        folder = Path(shared_folder(own))
+    with accelerate_state(), shared_folder() as folder:
         reference = trainer_of(Trainer, str(folder / "ddp"))
         reference.train()
         with accelerate_state():
@@ -104,13 +99,11 @@ def test_logs_evaluates_and_saves_what_ddp_does(kind: type[Ours]) -> None:
 @two_ranks
 @pytest.mark.parametrize("case", [{"bf16": True}, {"gradient_checkpointing": True}])
 def test_trains_with_other_arguments(case: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as own, accelerate_state():
-        folder = shared_folder(own)
+    with accelerate_state(), shared_folder() as folder:
         extra = {"load_best_model_at_end": True, "save_total_limit": 1}
-        ours = trainer_of(Ours, folder, **case, **extra)
+        ours = trainer_of(Ours, str(folder), **case, **extra)
         ours.train()
         dtypes = {p.dtype for p in ours.model.parameters()}
-        dist.barrier()
     first, last = [row["eval_loss"] for row in logged(ours) if "eval_loss" in row]
     assert last < first
     assert dtypes == {torch.float32}
@@ -119,16 +112,15 @@ def test_trains_with_other_arguments(case: dict[str, Any]) -> None:
 @pytest.mark.slow
 @two_ranks
 def test_takes_a_model_that_is_sharded_already() -> None:
-    with tempfile.TemporaryDirectory() as own, accelerate_state():
-        folder = shared_folder(own)
+    with accelerate_state(), shared_folder() as folder:
         model = llama()
         fxshard.fully_shard(model)
-        ours = trainer_of(Ours, folder, model, eval_strategy="no", save_strategy="no")
+        ours = trainer_of(Ours, str(folder), model, eval_strategy="no", save_strategy="no")
         ours.train()
         forwards = [graph for graph in fxshard.compiled_graphs(ours.model) if graph.kind == "forward"]
         assert [graph.collectives for graph in forwards] == [{"all_gather": 1}]
-    with accelerate_state(), tempfile.TemporaryDirectory() as own:
-        reference = trainer_of(Trainer, shared_folder(own), eval_strategy="no", save_strategy="no")
+    with accelerate_state(), shared_folder() as folder:
+        reference = trainer_of(Trainer, str(folder), eval_strategy="no", save_strategy="no")
         reference.train()
     close(logged(ours), logged(reference))
 
@@ -143,26 +135,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refuses_arguments_that_ask_for_another_way(case: str) -> None:
     kwargs, expected = REFUSED[case]
-    with tempfile.TemporaryDirectory() as own, accelerate_state():
-        ours = trainer_of(Ours, shared_folder(own), **kwargs)
+    with accelerate_state(), shared_folder() as folder:
+        ours = trainer_of(Ours, str(folder), **kwargs)
         with pytest.raises(ConfigError, match=expected):
             ours.train()
 
 
 @two_ranks
 def test_refuses_an_optimizer_of_whole_parameters_and_foreign_checkpoints() -> None:
-    with tempfile.TemporaryDirectory() as own, accelerate_state():
-        folder = shared_folder(own)
-        ours = trainer_of(Ours, folder)
+    with accelerate_state(), shared_folder() as folder:
+        ours = trainer_of(Ours, str(folder))
         ours.optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.1)
         with pytest.raises(ConfigError, match=r"optimizers=...\): this optimizer has the parameters as they were"):
             ours.train()
         if dist.get_rank() == 0:
-            os.makedirs(f"{folder}/checkpoint-2")
-            Path(f"{folder}/checkpoint-2/trainer_state.json").write_text('{"train_batch_size": 2, "log_history": []}')
+            (folder / "checkpoint-2").mkdir()
+            (folder / "checkpoint-2/trainer_state.json").write_text('{"train_batch_size": 2, "log_history": []}')
         dist.barrier()
-        ours = trainer_of(Ours, folder)
+        ours = trainer_of(Ours, str(folder))
         ours.create_optimizer()
         with pytest.raises(ConfigError, match=r"checkpoint-2 has no folder 'fxshard': FxshardTrainer did not write"):
             ours._load_optimizer_and_scheduler(f"{folder}/checkpoint-2")
-        dist.barrier()

@@ -1,7 +1,5 @@
 """LoRA of peft comes out merged, and a server of TRL gets what was trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
