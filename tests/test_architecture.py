@@ -1,8 +1,7 @@
 """docs/architecture.md agrees with the code: its layers, files, functions and ceilings; and names in the code."""
 
-from __future__ import annotations
-
 import ast
+import functools
 import re
 import tomllib
 from collections import Counter
@@ -24,10 +23,11 @@ ALLOWED = ("torch.ops.", "torch._ops", "torch._foreach_", "torch.utils._pytree")
 """Private by name, but what every program that calls or registers ops, or walks containers, uses."""
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def sources() -> list[tuple[str, ast.Module]]:
     """Each module of the package by its path in it, and what it parses to."""
-    for path in sorted((ROOT / "fxshard").rglob("*.py")) + sorted((ROOT / "passes").glob("*.py")):
-        yield str(path.relative_to(ROOT)).removeprefix("fxshard/"), ast.parse(path.read_text())
+    paths = [*sorted((ROOT / "fxshard").rglob("*.py")), *sorted((ROOT / "passes").glob("*.py"))]
+    return [(str(path.relative_to(ROOT)).removeprefix("fxshard/"), ast.parse(path.read_text())) for path in paths]
 
 
 def notes() -> dict[str, str]:

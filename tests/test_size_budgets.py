@@ -1,8 +1,7 @@
 """Size budgets: a file fits in one reading, a function on one screen, and the whole has ceilings."""
 
-from __future__ import annotations
-
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +42,7 @@ def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return lines
 
 
+@functools.cache
 def over_budget() -> dict[str, str]:
     sizes = [*file_sizes(), *function_sizes()]
     return {name: f"{lines} lines, budget {budget}" for name, lines, budget in sizes if lines > budget}
