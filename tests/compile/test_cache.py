@@ -1,7 +1,5 @@
 """Compiled code that a process finds in torch's caches: it is the same, and never another model's."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys
@@ -30,6 +28,7 @@ from fxshard.options import Options
 from fxshard.passes.pipeline import DEFAULT
 from fxshard.testing import emulated_link
 from tests.graphs import in_split
+from tests.models import Doing
 from tests.numerics.harness import EAGER, compile_module
 from tests.ranks import RankPool
 
@@ -177,19 +176,15 @@ def test_saves_the_step_of_a_model_that_is_only_run_forward(warm: DeviceMesh) ->
         assert found() == expected
 
 
+def shift() -> nn.Module:
+    return Doing(lambda m, x: x + m.bias, bias=nn.Parameter(torch.zeros(())))
+
+
 @pytest.mark.slow
 def test_graphs_without_operations_are_found_like_others(mesh: DeviceMesh) -> None:
-    class Shift(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.bias
-
     with fresh_cache():
         for expected in [(0, 1), (1, 0)]:
-            alone = fxshard.fully_shard(Shift(), mesh=init_device_mesh("cpu", (2,)))
+            alone = fxshard.fully_shard(shift(), mesh=init_device_mesh("cpu", (2,)))
             assert compiled(alone) == expected
 
 

@@ -1,7 +1,5 @@
 """`fxshard.bisect_numerics`: names a planted faulty pass and its node, and nothing where every pass is right."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
@@ -21,6 +19,7 @@ from fxshard.passes._base import GraphPass, PassContext, Property
 from fxshard.passes.pipeline import Pipeline
 from tests.graphs import WIDTH, Layer, TwoLayers, in_split
 from tests.inspect.models import Broken, shard
+from tests.models import Doing, matrix
 
 aten = torch.ops.aten
 X = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -136,17 +135,6 @@ class Sums(nn.Module):
         return x * self.gain + self.bias + x
 
 
-class TwoMatrices(nn.Module):
-    """One unit with two parameters of one shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.up) @ self.down
-
-
 class Everything(TwoLayers):
     """Dropout, a buffer that forward writes, a constant, and a tensor that is no buffer."""
 
@@ -191,7 +179,8 @@ def test_names_the_pass_and_node_that_change_a_bit_in_inference() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_names_the_pass_that_swaps_two_gradients(world_size: int) -> None:
-    found = bisect_numerics(TwoMatrices(), X, world_size=world_size, options=then(SwapGradients(), GatherEarly()))
+    two_matrices = Doing(lambda m, x: (x @ m.up) @ m.down, up=matrix(WIDTH, WIDTH), down=matrix(WIDTH, WIDTH))
+    found = bisect_numerics(two_matrices, X, world_size=world_size, options=then(SwapGradients(), GatherEarly()))
     assert found is not None
     assert (found.stage, found.pass_name, found.node) == ("backward", "swap_gradients", "%_chunk_cat")
     assert "-> %_chunk_cat" in found.window

@@ -1,7 +1,5 @@
 """A small model with blocks, to be planned: its costs are worked out by hand."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

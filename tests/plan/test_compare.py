@@ -1,7 +1,5 @@
 """Profiles beside plans: a real one of the CPU, and traces as those of a GPU whose times are known."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """What a plan says that all_gathers bring and hold, against what they held in a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -19,20 +17,12 @@ from fxshard.plan.plan import FSDP2, FXSHARD, PlanSettings
 from fxshard.plan.run import PlannedSchedule, cost_of
 from fxshard.testing import emulated_link
 from fxshard.testing.emulated_link import EmulatedLink
+from tests.models import Doing, FeedForward
 
 RANKS, ROWS, WIDTH, LAYERS = 4, 8, 64, 3
 DEVICE = load("cpu")
 SEVERAL = dataclasses.replace(DEVICE, gather_tensor_overhead=1e-9)
 """Where each parameter is gathered as a tensor of its own."""
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Model(nn.Module):
@@ -41,7 +31,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, 4096 + WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(FeedForward(WIDTH, 2 * WIDTH) for _ in range(LAYERS))
         self.last = nn.Linear(WIDTH, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,14 +41,9 @@ class Model(nn.Module):
         return self.last(x).square().mean()
 
 
-class Whole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = Block(), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(torch.tanh(self.first(x))).square().mean()
-        return result
+def whole() -> nn.Module:
+    first, last = (FeedForward(WIDTH, 2 * WIDTH) for _ in range(2))
+    return Doing(lambda m, x: m.last(torch.tanh(m.first(x))).square().mean(), first=first, last=last)
 
 
 def planned(
@@ -89,11 +74,11 @@ def measured(model: nn.Module, shard: Callable[[Any, EmulatedLink], Any], accumu
         pytest.param(Model, DEVICE, 1, {}, id="block by block"),
         pytest.param(Model, SEVERAL, 2, {"bucket": 0.03}, id="several launches of a block, two microbatches"),
         pytest.param(Model, DEVICE, 1, {"reshard_after_forward": False}, id="kept for backward"),
-        pytest.param(Whole, SEVERAL, 1, {"regional": False}, id="whole graph"),
+        pytest.param(whole, SEVERAL, 1, {"regional": False}, id="whole graph"),
     ],
 )
 def test_as_many_bytes_are_gathered_at_once_as_planned(
-    model: type[nn.Module], device: HardwareSpec, accumulation: int, options: dict[str, Any]
+    model: Callable[[], nn.Module], device: HardwareSpec, accumulation: int, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
     reshards = {name: value for name, value in options.items() if name == "reshard_after_forward"}

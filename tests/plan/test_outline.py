@@ -1,7 +1,5 @@
 """Outlined traces: a block of each kind, and what is around the blocks."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -15,6 +13,7 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.inspect.explanation import Explanation
 from fxshard.ir.planned_block import number_of
 from fxshard.plan.outline import OutlinedModel, outline
+from tests.models import Doing
 from tests.plan.models import LAYERS, Stack, build
 
 OPTIONS: dict[str, Any] = {"lower": "eager", "hardware": "h100-sxm"}
@@ -65,18 +64,8 @@ def test_depth_does_not_make_graphs_longer() -> None:
 def test_a_model_without_blocks_is_one_graph() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(64, 1), torch.empty(8, 64)
-    found = outline(_Summed(model), (x,), {}, world_size=8, options=OPTIONS)
+    found = outline(Doing(lambda m, x: m.model(x).sum(), model=model), (x,), {}, world_size=8, options=OPTIONS)
     assert (found.blocks, found.order) == (None, ())
-
-
-class _Summed(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.model(x).sum()
-        return result
 
 
 class _Twice(Stack):
@@ -122,25 +111,8 @@ def test_a_model_that_cannot_be_planned_is_named_with_the_fix(
 
 
 def test_a_block_that_returns_more_than_tensors_is_refused() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, str]:
-            return self.linear(x), "name"
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Named(), Named()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x, _ = block(x)
-            return x.sum()
-
     with torch.device("meta"):
-        model, x = Model(), torch.empty(4, 8)
+        blocks = nn.ModuleList(Doing(lambda m, x: (m.linear(x), "name"), linear=nn.Linear(8, 8)) for _ in range(2))
+        model, x = Doing(lambda m, x: m.blocks[1](m.blocks[0](x)[0])[0].sum(), blocks=blocks), torch.empty(4, 8)
     with pytest.raises(ConfigError, match=r"blocks.0 returns tuple with other values than tensors"):
         outline(model, (x,), {}, world_size=8, options=OPTIONS)

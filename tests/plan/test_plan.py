@@ -1,7 +1,5 @@
 """Plans of small models: what a step costs and holds, against numbers worked out by hand, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

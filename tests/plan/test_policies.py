@@ -1,7 +1,5 @@
 """Policies of blocks: what is traced and priced under each, and what is recommended within a budget."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -9,7 +7,7 @@ import itertools
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from fxshard.cost.solver import PolicyProblem
 from fxshard.errors import ConfigError
@@ -22,6 +20,7 @@ from fxshard.plan.prices import Prices
 from fxshard.plan.recommend import Recommendation, best_mix, recommend
 from fxshard.plan.run import GIB
 from fxshard.tools.plan.recommendation import advice, table_of
+from tests.models import Doing
 from tests.pairwise import slow
 from tests.plan.models import LAYERS, ROWS, WIDTH, Stack, build
 
@@ -191,13 +190,6 @@ def test_a_budget_that_nothing_fits_into_is_said() -> None:
 
 
 def test_a_model_without_blocks_has_no_policies() -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(64, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x).sum()
-
-    with torch.device("meta"), pytest.raises(ConfigError, match="Plain has no blocks to choose policies for"):
-        recommend(lambda batch: (Plain(), (torch.empty(8, 64),)), world_size=8)
+    plain = Doing(lambda m, x: m.linear(x).sum(), linear=nn.Linear(64, 1)).to("meta")
+    with torch.device("meta"), pytest.raises(ConfigError, match="Doing has no blocks to choose policies for"):
+        recommend(lambda batch: (plain, (torch.empty(8, 64),)), world_size=8)

@@ -1,7 +1,5 @@
 """The plan against published runs: docs/benchmarks/published.py."""
 
-from __future__ import annotations
-
 import importlib.util
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """Plans of what users train beside plain stacks: frozen parts, checkpointed calls of blocks, ops that need a dtype."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """Traces of the small model, each made once."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

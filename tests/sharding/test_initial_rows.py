@@ -1,9 +1,8 @@
 """Ranks of a CPU mesh that draw the same rows for different shards are warned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fxshard
 from fxshard.sharding import initial_rows
+from tests.models import Doing
 from tests.numerics.harness import EAGER, compile_module
 from tests.ranks import two_ranks
 from tests.watching import said_by
@@ -97,15 +97,10 @@ def test_equal_rows_are_named_where_real_values_are_initialised_anew() -> None:
 @two_ranks
 @pytest.mark.parametrize("around", ["block", "root"])
 def test_rows_are_looked_at_out_of_sight_of_selective_checkpointing(around: str) -> None:
-    class Recomputed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
+    def forward(m: Any, x: Tensor) -> Any:
+        return recomputed(m.linear, x) if around == "block" else m.linear(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return recomputed(self.linear, x) if around == "block" else self.linear(x)
-
-    model = Recomputed()
+    model = Doing(forward, linear=nn.Linear(6, 6))
     fxshard.fully_shard(model.linear)
     fxshard.fully_shard(model)
     nn.init.xavier_uniform_(model.linear.weight)
