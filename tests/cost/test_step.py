@@ -1,13 +1,11 @@
 """Graphs that run one after the other, against times worked out by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import operator
+from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.step import Clock, GraphOfStep, step_time
@@ -23,11 +21,9 @@ REDUCTION = TRANSFER
 """Seconds of reducing as many bytes as a gather brings."""
 
 
-def finished(
-    plan: HandMade, hardware: HardwareSpec = HARDWARE, calls: dict[fx.Node, GraphOfStep] | None = None, **kwargs: bool
-) -> GraphOfStep:
+def finished(plan: HandMade, hardware: HardwareSpec = HARDWARE, **kwargs: Any) -> GraphOfStep:
     graph = plan.finish(plan.x)
-    return GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), hardware), calls, **kwargs)
+    return GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), hardware), **kwargs)
 
 
 def block(products: int, *, reduces: bool = False) -> GraphOfStep:
@@ -134,7 +130,7 @@ def called(inner: GraphOfStep, count: int, hardware: HardwareSpec = HARDWARE) ->
         calls[node] = inner
         plan.x = plan.call(operator.getitem, node, 0)
     plan.product()
-    return finished(plan, hardware, calls)
+    return finished(plan, hardware, calls=calls)
 
 
 def test_a_graph_that_calls_others_stands_still_while_they_run_and_begins_their_first_gather() -> None:

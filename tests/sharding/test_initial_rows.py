@@ -100,10 +100,11 @@ def test_rows_are_looked_at_out_of_sight_of_selective_checkpointing(around: str)
     def forward(m: Any, x: Tensor) -> Any:
         return recomputed(m.linear, x) if around == "block" else m.linear(x)
 
-    model = Doing(forward, linear=nn.Linear(6, 6))
-    fxshard.fully_shard(model.linear)
+    linear = nn.Linear(6, 6)
+    model = Doing(forward, linear=linear)
+    fxshard.fully_shard(linear)
     fxshard.fully_shard(model)
-    nn.init.xavier_uniform_(model.linear.weight)
+    nn.init.xavier_uniform_(linear.weight)
     with said_by(initial_rows.__name__) as lines:
         for _ in range(2):
             x = torch.ones(2, 6, requires_grad=True)

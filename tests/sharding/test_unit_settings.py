@@ -1,7 +1,5 @@
 """Every setting of FSDP2 goes to fxshard, to the copy of `explain` and back, and means the same everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -200,7 +198,7 @@ def test_what_the_outermost_module_was_told_of_backwards_counts() -> None:
 def test_registered_methods_go_there_and_back() -> None:
     model = sharded("sync")
     register_fsdp_forward_method(model, "encode")
-    adopted = fxshard.adopt(model)
+    adopted: Any = fxshard.adopt(model)
     assert adopted.encode(torch.ones(2, 4)).shape == (2, 4)
     back = fxshard.release(adopted)
     assert [name for name, _ in torch_fsdp2.forward_methods(back)] == ["encode"]
