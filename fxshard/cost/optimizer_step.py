@@ -38,27 +38,16 @@ Counted = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCost:
-    """What a step costs; lists have one number for each rank, or one where ranks do not differ.
+    """What a step costs; lists have one number for each rank, or one where ranks do not differ."""
 
-    Attributes:
-        name: of the optimizer's class.
-        matrices: who updates what, and what travels; `None` where all parameters step as rows.
-        flops: of matrix products.
-        computing: seconds of compute.
-        moved_bytes: of device memory.
-        state_bytes: that the optimizer keeps.
-        buffer_bytes: of whole gradients, parameters and exchanges that are under way, at most.
-        seconds: of the step.
-    """
-
-    name: str
-    matrices: MatrixExplanation | None
-    flops: Sequence[float]
-    computing: Sequence[float]
-    moved_bytes: Sequence[float]
-    state_bytes: Sequence[float]
-    buffer_bytes: Sequence[float]
-    seconds: float
+    name: str  # of the optimizer's class
+    matrices: MatrixExplanation | None  # who updates what, and what travels; `None` where all parameters step as rows
+    flops: Sequence[float]  # of matrix products
+    computing: Sequence[float]  # seconds of compute
+    moved_bytes: Sequence[float]  # of device memory
+    state_bytes: Sequence[float]  # that the optimizer keeps
+    buffer_bytes: Sequence[float]  # of whole gradients, parameters and exchanges that are under way, at most
+    seconds: float  # of the step
 
     @property
     def exposed(self) -> float:

@@ -36,34 +36,22 @@ Picks = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
-    """What a unit may do.
+    """What a unit may do."""
 
-    Attributes:
-        name: for reports.
-        seconds: `[resources, moments]`, what each resource does for it in each moment.
-        nbytes: `[places]`, what is held for it at each place of the step.
-    """
-
-    name: str
-    seconds: Array
-    nbytes: Array
+    name: str  # for reports
+    seconds: Array  # `[resources, moments]`, what each resource does for it in each moment
+    nbytes: Array  # `[places]`, what is held for it at each place of the step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyProblem:
-    """What is to be chosen, see [Note: the choice of policies].
+    """What is to be chosen, see [Note: the choice of policies]."""
 
-    Attributes:
-        units: the choices of each unit, of which the first is what it does unless something is gained.
-        seconds: `[resources, moments]`, what resources do under every choice.
-        nbytes: `[places]`, what memory takes under every choice.
-        times: `[moments]`, how often each moment comes in a step.
-    """
-
+    # the choices of each unit, of which the first is what it does unless something is gained
     units: Sequence[Sequence[Choice]]
-    seconds: Array
-    nbytes: Array
-    times: Array
+    seconds: Array  # `[resources, moments]`, what resources do under every choice
+    nbytes: Array  # `[places]`, what memory takes under every choice
+    times: Array  # `[moments]`, how often each moment comes in a step
 
     @functools.cached_property
     def flat(self) -> tuple[list[int], NDArray[np.int64], Array, Array]:

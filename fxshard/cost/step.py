@@ -34,33 +34,19 @@ COMPUTE = "compute"
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Interval:
-    """Something that a stream does in a step, in seconds since the step began.
+    """Something that a stream does in a step, in seconds since the step began."""
 
-    Attributes:
-        stream: `COMPUTE`, or the name of a queue.
-        name: of a launch or copy, or what compute waits for.
-        start: of the work.
-        end: of the work.
-        run: index in `Clock.runs` of the graph that it is of, -1 for none.
-        places: of the nodes that compute runs: the first one, and the one behind the last.
-        node: a launch or copy.
-        share: of compute's speed that a launch takes.
-        launched: when compute came to a launch.
-        needed: when compute came to the first wait for a launch.
-        exposed: how long compute stood at waits for a launch.
-    """
-
-    stream: str
-    name: str
-    start: float
-    end: float
-    run: int = -1
-    places: tuple[int, int] = (0, 0)
-    node: fx.Node | None = None
-    share: float = 0.0
-    launched: float = 0.0
-    needed: float | None = None
-    exposed: float = 0.0
+    stream: str  # `COMPUTE`, or the name of a queue
+    name: str  # of a launch or copy, or what compute waits for
+    start: float  # of the work
+    end: float  # of the work
+    run: int = -1  # index in `Clock.runs` of the graph that it is of, -1 for none
+    places: tuple[int, int] = (0, 0)  # of the nodes that compute runs: the first one, and the one behind the last
+    node: fx.Node | None = None  # a launch or copy
+    share: float = 0.0  # of compute's speed that a launch takes
+    launched: float = 0.0  # when compute came to a launch
+    needed: float | None = None  # when compute came to the first wait for a launch
+    exposed: float = 0.0  # how long compute stood at waits for a launch
 
 
 class GraphOfStep:
@@ -128,33 +114,20 @@ def step_time(graphs: Sequence[GraphOfStep]) -> StepTime:
 
 @dataclass
 class Clock:
-    """How far a step has come.
+    """How far a step has come."""
 
-    Attributes:
-        is_slowed: whether the host, and collectives that run, slow compute.
-        reduces: whether the graph that runs reduces gradients, or leaves them for a later microbatch.
-        again: whether an earlier microbatch of the step has run.
-        now: seconds since it began.
-        exposed: those that compute stood at waits.
-        exposed_by: name of what it waited for -> the same.
-        host: when the host has launched all compute so far.
-        last: queue -> the last that it was given.
-        begun: launch of the next graph that is under way already -> what its queue does.
-        runs: what ran, in the order in which it began.
-        intervals: what happened when.
-    """
-
-    is_slowed: bool = True
-    reduces: bool = True
-    again: bool = False
-    now: float = 0.0
-    exposed: float = 0.0
-    exposed_by: dict[str, float] = field(default_factory=dict)
-    host: float = 0.0
-    last: dict[str, Interval] = field(default_factory=dict)
+    is_slowed: bool = True  # whether the host, and collectives that run, slow compute
+    reduces: bool = True  # whether the graph that runs reduces gradients, or leaves them for a later microbatch
+    again: bool = False  # whether an earlier microbatch of the step has run
+    now: float = 0.0  # seconds since it began
+    exposed: float = 0.0  # those that compute stood at waits
+    exposed_by: dict[str, float] = field(default_factory=dict)  # name of what it waited for -> the same
+    host: float = 0.0  # when the host has launched all compute so far
+    last: dict[str, Interval] = field(default_factory=dict)  # queue -> the last that it was given
+    # launch of the next graph that is under way already -> what its queue does
     begun: dict[fx.Node, Interval] = field(default_factory=dict)
-    runs: list[GraphRun] = field(default_factory=list)
-    intervals: list[Interval] = field(default_factory=list)
+    runs: list[GraphRun] = field(default_factory=list)  # what ran, in the order in which it began
+    intervals: list[Interval] = field(default_factory=list)  # what happened when
 
     def run_all(self, graphs: Sequence[GraphOfStep], *, microbatches: int = 1, reduces_each: bool = True) -> None:
         """Run the graphs of a microbatch so many times, to the end of all that they launched.

@@ -66,23 +66,14 @@ class ExposedLaunch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepRecord:
-    """A step on the clock and in memory.
+    """A step on the clock and in memory."""
 
-    Attributes:
-        intervals: what each stream did when.
-        runs: the graphs that ran, in the order in which they began.
-        standing: category -> bytes that are held when a step begins.
-        changes: what was made and freed in one microbatch.
-        seconds: of the step.
-        microbatches: of the step; each runs as many graphs.
-    """
-
-    intervals: Sequence[Interval]
-    runs: Sequence[GraphRun]
-    standing: Mapping[str, int]
-    changes: Sequence[MemoryChange]
-    seconds: float
-    microbatches: int = 1
+    intervals: Sequence[Interval]  # what each stream did when
+    runs: Sequence[GraphRun]  # the graphs that ran, in the order in which they began
+    standing: Mapping[str, int]  # category -> bytes that are held when a step begins
+    changes: Sequence[MemoryChange]  # what was made and freed in one microbatch
+    seconds: float  # of the step
+    microbatches: int = 1  # of the step; each runs as many graphs
 
     @property
     def launches(self) -> list[Interval]:

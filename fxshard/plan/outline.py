@@ -40,25 +40,16 @@ from fxshard.sharding.mixed_precision import cast_inputs
 
 @dataclass(frozen=True, kw_only=True)
 class OutlinedModel:
-    """The graphs of a model, see [Note: outlined traces].
+    """The graphs of a model, see [Note: outlined traces]."""
 
-    Attributes:
-        model: it, with checkpoints around the blocks that its code checkpoints.
-        outer: of what is around the blocks.
-        blocks: of one block of each kind.
-        order: for each call of a block in `outer`, by the number that the call carries, the frame of `blocks`.
-        names: the same calls -> FQN of the block.
-        calls: what stands for these blocks in `outer`.
-        resident: frames of `blocks` whose parameters stay gathered throughout a step.
-    """
-
-    model: nn.Module
-    outer: Explanation
-    blocks: Explanation | None
+    model: nn.Module  # it, with checkpoints around the blocks that its code checkpoints
+    outer: Explanation  # of what is around the blocks
+    blocks: Explanation | None  # of one block of each kind
+    # for each call of a block in `outer`, by the number that the call carries, the frame of `blocks`
     order: tuple[int, ...]
-    names: tuple[str, ...] = ()
-    calls: tuple[_BlockCall, ...] = ()
-    resident: frozenset[int] = frozenset()
+    names: tuple[str, ...] = ()  # the same calls -> FQN of the block
+    calls: tuple[_BlockCall, ...] = ()  # what stands for these blocks in `outer`
+    resident: frozenset[int] = frozenset()  # frames of `blocks` whose parameters stay gathered throughout a step
 
     def shortened(self) -> tuple[nn.Module, tuple[str, ...]]:
         """Return a copy of `model` with the first, the middle and the last block of each kind, which it shares.

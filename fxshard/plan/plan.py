@@ -91,22 +91,14 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """How a plan's runs train.
+    """How a plan's runs train."""
 
-    Attributes:
-        accumulation: microbatches of a step.
-        reduces_each: whether each of them reduces its gradients, or the last one for all.
-        param_dtype: of gathered parameters and of compute.
-        reduce_dtype: of gradients while they are reduced.
-        schedules: keys of `SCHEDULES`.
-        optimizers: name -> what makes one or several of a sharded model, as the training script does; each has a run.
-    """
-
-    accumulation: int = 1
-    reduces_each: bool = True
-    param_dtype: torch.dtype = torch.bfloat16
-    reduce_dtype: torch.dtype = torch.float32
-    schedules: Sequence[str] = ("fxshard", "FSDP2")
+    accumulation: int = 1  # microbatches of a step
+    reduces_each: bool = True  # whether each of them reduces its gradients, or the last one for all
+    param_dtype: torch.dtype = torch.bfloat16  # of gathered parameters and of compute
+    reduce_dtype: torch.dtype = torch.float32  # of gradients while they are reduced
+    schedules: Sequence[str] = ("fxshard", "FSDP2")  # keys of `SCHEDULES`
+    # name -> what makes one or several of a sharded model, as the training script does; each has a run
     optimizers: Mapping[str, OptimizerBuilder] = field(default_factory=lambda: {"AdamW": adamw})
 
     @property

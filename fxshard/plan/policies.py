@@ -27,19 +27,12 @@ from fxshard.plan.run import PlannedFrame, PlannedSchedule, RunCost, cost_of, pl
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a unit does.
+    """What a unit does."""
 
-    Attributes:
-        reshard_after_forward: as in `fully_shard`.
-        resident: whether parameters stay gathered from one microbatch to the next.
-        offloads: whether shards, gradients and optimizer state are on the host.
-        checkpoints: whether backward computes the block again.
-    """
-
-    reshard_after_forward: bool | int = True
-    resident: bool = False
-    offloads: bool = False
-    checkpoints: bool = False
+    reshard_after_forward: bool | int = True  # as in `fully_shard`
+    resident: bool = False  # whether parameters stay gathered from one microbatch to the next
+    offloads: bool = False  # whether shards, gradients and optimizer state are on the host
+    checkpoints: bool = False  # whether backward computes the block again
 
     @property
     def name(self) -> str:

@@ -23,38 +23,25 @@ _TRIES = 5  # how often a budget is lowered because the simulation holds more th
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyMix:
-    """A policy for each block of a run, and what the simulated step costs.
+    """A policy for each block of a run, and what the simulated step costs."""
 
-    Attributes:
-        budget: bytes that it had to fit into.
-        policies: of the blocks, in the order in which they are called.
-        cost: of the step.
-        gap: by how much of the step better policies could be faster at most, as far as the solver counts; `None` where
-            it has found none that fit.
-    """
-
-    budget: float
-    policies: Sequence[Policy]
-    cost: RunCost
+    budget: float  # bytes that it had to fit into
+    policies: Sequence[Policy]  # of the blocks, in the order in which they are called
+    cost: RunCost  # of the step
+    # by how much of the step better policies could be faster at most, as far as the solver counts; `None` where it has
+    # found none that fit
     gap: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """What the blocks of a run should do.
+    """What the blocks of a run should do."""
 
-    Attributes:
-        title: the run.
-        blocks: their names.
-        best: within the budget; `None` if nothing fits.
-        alike: one policy for all blocks.
-        pareto: the best within budgets from the least that a policy needs up to what the fastest one takes.
-    """
-
-    title: str
-    blocks: Sequence[str]
-    best: PolicyMix | None
-    alike: Sequence[PolicyMix]
+    title: str  # the run
+    blocks: Sequence[str]  # their names
+    best: PolicyMix | None  # within the budget; `None` if nothing fits
+    alike: Sequence[PolicyMix]  # one policy for all blocks
+    # the best within budgets from the least that a policy needs up to what the fastest one takes
     pareto: Sequence[PolicyMix]
 
     @property

@@ -27,17 +27,12 @@ _CLIPPED = 3  # to clip, gradients are read twice and written
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSchedule:
-    """How the blocks of a model run; what is around them runs uncompiled.
+    """How the blocks of a model run; what is around them runs uncompiled."""
 
-    Attributes:
-        options: of the backend.
-        fuses: whether a compiler fuses the pointwise ops of blocks; without, forward keeps what autograd keeps.
-        is_fsdp2: whether parameters are copied out of what was gathered, on streams of their own.
-    """
-
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of the backend
+    # whether a compiler fuses the pointwise ops of blocks; without, forward keeps what autograd keeps
     fuses: bool = True
-    is_fsdp2: bool = False
+    is_fsdp2: bool = False  # whether parameters are copied out of what was gathered, on streams of their own
 
     @property
     def hands_over(self) -> bool:
@@ -47,37 +42,21 @@ class PlannedSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """What a run costs one rank.
+    """What a run costs one rank."""
 
-    Attributes:
-        seconds: of a step.
-        compute: seconds of forward and backward without waits.
-        exposed: seconds that compute stands at waits, by what it waits for.
-        optimizer: seconds of the optimizer and of clipping.
-        steps: what the step of each optimizer costs.
-        tokens: of a step.
-        flops: of the model in a step, without what is computed again.
-        mfu: share of the data sheet's FLOP/s that `flops` are.
-        memory: category -> bytes at the worst moment of a step.
-        gathered: the most bytes of it that the results of all_gathers take at once.
-        reserved: bytes that torch's caching allocator takes for that, if the device has as many.
-        capacity: bytes of the device.
-        record: what each stream does when, and what is held then.
-    """
-
-    seconds: float
-    compute: float
-    exposed: Mapping[str, float]
-    optimizer: float
-    steps: tuple[OptimizerCost, ...]
-    tokens: int
-    flops: float
-    mfu: float
-    memory: Mapping[str, int]
-    gathered: int
-    reserved: int
-    capacity: float
-    record: StepRecord = field(repr=False)
+    seconds: float  # of a step
+    compute: float  # seconds of forward and backward without waits
+    exposed: Mapping[str, float]  # seconds that compute stands at waits, by what it waits for
+    optimizer: float  # seconds of the optimizer and of clipping
+    steps: tuple[OptimizerCost, ...]  # what the step of each optimizer costs
+    tokens: int  # of a step
+    flops: float  # of the model in a step, without what is computed again
+    mfu: float  # share of the data sheet's FLOP/s that `flops` are
+    memory: Mapping[str, int]  # category -> bytes at the worst moment of a step
+    gathered: int  # the most bytes of it that the results of all_gathers take at once
+    reserved: int  # bytes that torch's caching allocator takes for that, if the device has as many
+    capacity: float  # bytes of the device
+    record: StepRecord = field(repr=False)  # what each stream does when, and what is held then
 
     @property
     def tokens_per_second(self) -> float:
