@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from fxshard.tools.bench.worker import Ready, Timed
 
 @dataclass(kw_only=True)
 class Job:
-    """What one process does; as `fxshard.tools.launch.ranks` wants it."""
+    """What one process does."""
 
     entry: Entry  # the system
     model: Model  # what it trains
@@ -22,16 +21,6 @@ class Job:
     checkpointing: bool  # whether activations are computed again in backward
     world_size: int  # ranks that there seem to be
     folder: Path  # of the whole run
-
-    @property
-    def ranks(self) -> int:
-        """Processes to start."""
-        return 1
-
-    @property
-    def stall_s(self) -> float:
-        """No limit: whoever waits for an answer says how long."""
-        return math.inf
 
     @property
     def out(self) -> Path:

@@ -59,7 +59,7 @@ class Member:
         self.step_s = 0.0
         self.traffic = Traffic()
         self._job, self._end = job, end
-        self._ranks = RankProcesses(job, rank_main, num_threads=num_threads)
+        self._ranks = RankProcesses(job, rank_main, out=job.out, num_threads=num_threads)
         self._is_over = False
 
     @property

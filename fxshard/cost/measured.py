@@ -249,11 +249,12 @@ def _named(spec: HardwareSpec, device: torch.device) -> HardwareSpec:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return _processor()
+    return processor()
 
 
 @functools.cache
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of this machine's processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -268,7 +269,7 @@ def _file_of(given: _Axes) -> Path:
     on = [{rank // per_machine for rank in dist.get_process_group_ranks(axis)} if per_machine else () for axis in axes]
     what: Mapping[str, object] = {
         "device": (device.type, _device_name(device)),
-        "host": (platform.machine(), _processor(), torch.get_num_threads() if device.type == "cpu" else 0),
+        "host": (platform.machine(), processor(), torch.get_num_threads() if device.type == "cpu" else 0),
         "backend": gloo.backend_of(axes[0], device.type),
         "world_size": dist.get_world_size(),
         "axes": [(dist.get_world_size(axis), len(machines)) for axis, machines in zip(axes, on, strict=True)],

@@ -1,4 +1,5 @@
 """Carries the transfers of an emulated link on the CPU: now, or when the link would have; see [Note: emulated link]."""
+# ruff: noqa: D102 (most methods are those of torch's Work)
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ class CpuEngine:
         """Launch as `Engine` says; an error in a move is raised here if the link is instant, else by `wait`."""
         launched = time.perf_counter()
         if self.speed.is_instant:
-            _run(moves)
+            run_moves(moves)
             self._record(op, num_bytes, 0.0, launched, time.perf_counter())
-            return _DoneWork(outputs)
+            return TransferWork(outputs)
         seconds = self.speed.seconds(op, num_bytes, num_ranks)
         arrival = self._mover.submit(self._carry, op, num_bytes, seconds, moves, launched)
         return _TimedWork(self, arrival, outputs, moves)
@@ -58,7 +59,7 @@ class CpuEngine:
 
     def _carry(self, op: str, num_bytes: int, seconds: float, moves: Sequence[Move], launched: float) -> float:
         began = time.perf_counter()
-        _run(moves)
+        run_moves(moves)
         start = max(launched, self._free_at)
         end = self._free_at = start + max(seconds, time.perf_counter() - began)
         self._record(op, num_bytes, seconds, start, end)
@@ -69,13 +70,16 @@ class CpuEngine:
         self.transfers.append(LinkTransfer(op, num_bytes, *times))
 
 
-def _run(moves: Sequence[Move]) -> None:
+def run_moves(moves: Sequence[Move]) -> None:
+    """Do them in the current stream."""
     with torch.inference_mode():  # outputs may be inference tensors, which refuse changes outside of it
         for move in moves:
             move.run()
 
 
-class _DoneWork(Work):
+class TransferWork(Work):
+    """A transfer that has arrived; what is still under way derives from it."""
+
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._outputs = outputs
@@ -84,13 +88,13 @@ class _DoneWork(Work):
         return True
 
     def synchronize(self) -> None:
-        pass
+        self.wait()
 
     def is_completed(self) -> bool:
         return True
 
     def is_success(self) -> bool:
-        return True
+        return self.is_completed()
 
     def result(self) -> list[Tensor]:
         return list(self._outputs)
@@ -101,7 +105,7 @@ class _DoneWork(Work):
         return future
 
 
-class _TimedWork(_DoneWork):
+class _TimedWork(TransferWork):
     def __init__(
         self, engine: CpuEngine, arrival: futures.Future[float], outputs: Sequence[Tensor], moves: Sequence[Move]
     ) -> None:
@@ -113,9 +117,6 @@ class _TimedWork(_DoneWork):
         _sleep_until(self._arrival.result())
         self._held = None  # only now, as a backend for accelerators does
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         if not self._arrival.done():

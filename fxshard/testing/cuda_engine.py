@@ -23,7 +23,7 @@ from torch.cuda import Event, Stream
 from torch.distributed.distributed_c10d import Work
 
 from fxshard.testing import cuda_kernel
-from fxshard.testing.cpu_engine import CpuEngine
+from fxshard.testing.cpu_engine import CpuEngine, TransferWork, run_moves
 from fxshard.testing.link_engine import LinkTransfer, Move, Speed
 
 CTAS = 16
@@ -104,7 +104,7 @@ class CudaEngine:
             if not is_captured:
                 begin.record(self._side)
             if self.speed.is_instant:
-                _run(moves)
+                run_moves(moves)
             else:
                 self._carry(moves, seconds)
             end.record(self._side)
@@ -119,7 +119,7 @@ class CudaEngine:
         others = [move for move in moves if not cuda_kernel.can_carry(move)]
         if others:
             self._pause(is_first=True, to_ns=0)  # starts the clock
-            _run(others)
+            run_moves(others)
         if not carried:
             self._pause(is_first=not others, to_ns=total_ns)
         num_bytes, sent, from_ns = sum(move.output.nbytes for move in carried), 0, begin_ns
@@ -142,15 +142,10 @@ class CudaEngine:
         self._side.synchronize()
 
 
-def _run(moves: Sequence[Move]) -> None:
-    for move in moves:
-        move.run()
-
-
-class _StreamWork(Work):
+class _StreamWork(TransferWork):
     def __init__(self, side: Stream, end: Event, moves: Sequence[Move], outputs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._side, self._end, self._outputs = side, end, outputs
+        super().__init__(outputs)
+        self._side, self._end = side, end
         self._held: Sequence[Move] = moves
 
     def wait(self, timeout: Any = None) -> bool:
@@ -158,17 +153,8 @@ class _StreamWork(Work):
         self._held = ()
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return bool(self._end.query())
-
-    def is_success(self) -> bool:
-        return bool(self._end.query())
-
-    def result(self) -> list[Tensor]:
-        return list(self._outputs)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._side.device])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -107,7 +108,9 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         own = [pieces[self._rank] for pieces in inputs]
-        return self._launch("reduce_scatter", _pairs(outputs, own, self._reduction(opts)), whole=_flat(inputs))
+        return self._launch(
+            "reduce_scatter", _pairs(outputs, own, self._reduction(opts)), whole=[*itertools.chain(*inputs)]
+        )
 
     def allreduce(self, tensors: Tensor | Sequence[Tensor], opts: Any = None) -> Work:
         values = _listed(tensors)
@@ -125,7 +128,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
         if not inputs:
             raise NotImplementedError("emulated_link: scatter from another rank than 0 is not implemented.")
         own = [pieces[self._rank] for pieces in inputs]
-        return self._launch("scatter", _pairs(outputs, own), whole=_flat(inputs))
+        return self._launch("scatter", _pairs(outputs, own), whole=[*itertools.chain(*inputs)])
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         return self._launch("gather", _spread(inputs, outputs) if outputs else [])  # none if another rank is the root
@@ -224,10 +227,6 @@ def _pairs(
 
 def _spread(values: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> list[Move]:
     return [Move(output, value) for value, pieces in zip(values, outputs, strict=True) for output in pieces]
-
-
-def _flat(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [tensor for tensors in lists for tensor in tensors]
 
 
 def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:

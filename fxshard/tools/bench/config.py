@@ -99,16 +99,6 @@ class BenchJob:
     process: int = 0
 
     @property
-    def ranks(self) -> int:
-        """Processes that work together."""
-        return self.config.ranks
-
-    @property
-    def stall_s(self) -> float:
-        """Seconds without a message after which to give up."""
-        return self.config.stall_s
-
-    @property
     def folder(self) -> Path:
         """Where the files of the system are."""
         names = [REFERENCE, *(entry.name for entry in self.config.entries)]

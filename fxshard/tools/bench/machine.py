@@ -11,27 +11,19 @@ from typing import Any
 import torch
 
 import fxshard
+from fxshard.cost.measured import processor
 
 
 def facts() -> dict[str, Any]:
     """Processor, GPU, versions, and the commit if fxshard runs from a checkout."""
     return {
-        "cpu": _cpu(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "fxshard_commit": _commit(),
     }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _commit() -> str | None:

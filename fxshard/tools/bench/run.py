@@ -35,7 +35,15 @@ class Session:
     def __init__(self, job: BenchJob, peers: Peers) -> None:
         self.job = job
         self._peers = peers
-        self._ranks = RankProcesses(job, rank_main, num_threads=job.config.num_threads, place=peers.next_place())
+        self._ranks = RankProcesses(
+            job,
+            rank_main,
+            out=job.out,
+            num_threads=job.config.num_threads,
+            ranks=job.config.ranks,
+            stall_s=job.config.stall_s,
+            place=peers.next_place(),
+        )
 
     def start(self) -> list[Ready]:
         """Start all ranks and wait until they are ready; `RankError` if one of them failed."""

@@ -170,25 +170,18 @@ def _fsdp2_best(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
     return model
 
 
-def _simplefsdp(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
+def _simplefsdp(model: nn.Module, mesh: DeviceMesh, entry: Entry, **options: Any) -> Forward:
     parametrize(model, mesh, entry.mp_policy)
-    return torch.compile(model, fullgraph=True)
-
-
-def _simplefsdp_bucketed(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
-    parametrize(model, mesh, entry.mp_policy)
-    buckets: dict[str, Any] = {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"}
-    return torch.compile(model, fullgraph=True, options=buckets)
+    return torch.compile(model, fullgraph=True, options=options or None)
 
 
 def _simplefsdp_overlapped(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
     """As torchtitan's automatic bucketing, but buffers are reused; `entry.options` may say how fast the link is."""
-    parametrize(model, mesh, entry.mp_policy)
     scheduling = ("enable_overlap_scheduling", "collective_bucketing", "insert_overlap_deps")
     options: dict[str, Any] = {f"aten_distributed_optimizations.{name}": True for name in scheduling}
     # Inductor's other schedulers would undo what this one decides.
     options |= {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False, **entry.options}
-    return torch.compile(model, fullgraph=True, options=options)
+    return _simplefsdp(model, mesh, entry, **options)
 
 
 def _fxshard(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
@@ -231,7 +224,7 @@ _MAKE: Final[dict[str, Callable[[nn.Module, DeviceMesh, Entry], Forward]]] = {
     "fsdp2_best": _fsdp2_best,
     "fsdp2_kept": _fsdp2_best,
     "simplefsdp": _simplefsdp,
-    "simplefsdp_bucketed": _simplefsdp_bucketed,
+    "simplefsdp_bucketed": functools.partial(_simplefsdp, bucket_all_gathers_fx="all", bucket_reduce_scatters_fx="all"),
     "simplefsdp_overlapped": _simplefsdp_overlapped,
     "fxshard_unordered": _fxshard_unordered,
     "fxshard_listed": _fxshard_listed,

@@ -38,7 +38,10 @@ def run_demo(config: DemoConfig, console: Console) -> int:
 
 def events_of_ranks(config: DemoConfig) -> Generator[Event]:
     """Start `config.ranks` processes and yield what they tell; however the iteration ends, no process is left."""
-    ranks = RankProcesses(config, rank_main, num_threads=max(1, (os.cpu_count() or 1) // config.ranks))
+    num_threads = max(1, (os.cpu_count() or 1) // config.ranks)
+    ranks = RankProcesses(
+        config, rank_main, out=config.out, num_threads=num_threads, ranks=config.ranks, stall_s=config.stall_s
+    )
     try:
         ranks.start()
         yield from ranks.events()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,6 @@ Tell = Callable[[Event], None]
 Batch = Callable[[int], tuple[Tensor, Tensor]]
 
 _WARMUP_STEPS: Final = 10  # without it the loss jumps at about the fifth step
-
-
-class LanguageModel(Protocol):
-    """What the demo asks of a model: blocks that are alike, and logits for tokens."""
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The repeated layers; each becomes a unit by itself."""
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Map int64 `[batch, seq]` to logits `[batch, seq, vocab]`."""
 
 
 def train_sharded(config: DemoConfig, rank: int, mesh: DeviceMesh, tell: Tell) -> None:
@@ -101,7 +90,7 @@ def units_of(model: nn.Module) -> Iterator[UnitLaunches]:
     """Say of each unit what is launched for it; what no graph reads is gathered and reduced where it is read."""
     graphs = compiled_graphs(model)
     sizes: dict[str, int] = {}
-    blocks = [name for name, _ in cast(LanguageModel, model).blocks.named_children()]
+    blocks = [name for name, _ in model.get_submodule("blocks").named_children()]
     for name, parameter in model.named_parameters():
         unit = next((f"blocks.{block}" for block in blocks if name.startswith(f"blocks.{block}.")), "")
         sizes[unit] = sizes.get(unit, 0) + parameter.numel()

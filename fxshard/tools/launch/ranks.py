@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 from torch import multiprocessing
 from torch.distributed import TCPStore
@@ -32,42 +32,36 @@ class RankError(FxshardError, RuntimeError):
         self.was_killed = was_killed
 
 
-class Job(Protocol):
-    """What every launch has to know of what the ranks do."""
-
-    @property
-    def ranks(self) -> int:
-        """Processes that work together."""
-
-    @property
-    def out(self) -> Path:
-        """Folder of the ranks' logs; made if it is not there."""
-
-    @property
-    def stall_s(self) -> float:
-        """Seconds without a message from any rank after which to give up."""
-
-
-# What a rank runs: its place, the job, and a pipe to the parent.
 Main = Callable[[RankPlace, Any, Connection], None]
+"""What a rank runs, a function of a module: its place, the job, and a pipe to the parent."""
 
 
 class RankProcesses:
     """Processes on this machine, one per rank, each with a pipe to this process; the code that starts them stops them.
 
-    They hand `job` to `main`, a function of a module, and may use `num_threads` cores each. `place` is that of the one
-    rank that is started here, if others start the others; by default all are, and meet at a store of this process.
+    They hand `job` to `main`, write logs to the folder `out`, and may use `num_threads` cores each. It is an error if
+    none sends a message for `stall_s` seconds. `place` is that of the one rank that is started here, if others start
+    the others; by default all `ranks` are, and meet at a store of this process.
     """
 
-    def __init__(self, job: Job, main: Main, *, num_threads: int, place: RankPlace | None = None) -> None:
-        job.out.mkdir(parents=True, exist_ok=True)
-        self._job = job
-        self._main = main
-        self._num_threads = num_threads
+    def __init__(
+        self,
+        job: object,
+        main: Main,
+        *,
+        out: Path,
+        num_threads: int,
+        ranks: int = 1,
+        stall_s: float = math.inf,
+        place: RankPlace | None = None,
+    ) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self._job, self._main = job, main
+        self._out, self._num_threads, self._stall_s = out, num_threads, stall_s
         self._store: TCPStore | None = None
         if place is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            port, numbers = self._store.port, range(job.ranks)
+            port, numbers = self._store.port, range(ranks)
             self._places = [RankPlace(rank=i, local_rank=i, num_threads=num_threads, port=port) for i in numbers]
         else:
             self._places = [dataclasses.replace(place, num_threads=num_threads)]
@@ -113,11 +107,11 @@ class RankProcesses:
     def listen(self, timeout_s: float = math.inf) -> list[Any]:
         """Return what the ranks tell next; nothing if the time is over, or if a rank has ended well."""
         if not self._listening:
-            raise RankError(f"the ranks ended early; see {self._job.out}.")
-        left_s = self._heard_at + self._job.stall_s - time.monotonic()
+            raise RankError(f"the ranks ended early; see {self._out}.")
+        left_s = self._heard_at + self._stall_s - time.monotonic()
         ready = wait(list(self._listening), timeout=max(0.0, min(timeout_s, left_s)))
         if not ready and left_s <= timeout_s:
-            raise RankError(f"no rank has made progress for {self._job.stall_s:g} s; see {self._job.out}.")
+            raise RankError(f"no rank has made progress for {self._stall_s:g} s; see {self._out}.")
         events = []
         for pipe in (pipe for pipe in self._pipes if pipe in ready):
             self._heard_at = time.monotonic()
@@ -161,14 +155,14 @@ class RankProcesses:
             hint = "\nInductor needs a C++ compiler such as g++: install one, or run fxshard demo --lower eager."
         raise RankError(
             f"rank {first.rank} failed: {first.error}{hint}\n"
-            f"Its output, traceback included: {log_path(self._job.out, first.rank)}"
+            f"Its output, traceback included: {log_path(self._out, first.rank)}"
         )
 
     def _killed(self, rank: int, number: int) -> str:
         hint = " The system does this when memory runs out." if number == signal.SIGKILL else ""
         return (
             f"rank {rank} was ended by {signal.Signals(number).name}, so the other ranks were stopped.{hint}\n"
-            f"Its output: {log_path(self._job.out, rank)}"
+            f"Its output: {log_path(self._out, rank)}"
         )
 
 
