@@ -11,6 +11,7 @@ import argparse
 import gc
 import logging
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,8 +67,7 @@ def slope(clocks: Sequence[Clock]) -> float:
     """Least-squares slope of log seconds over log nodes: 1 is linear."""
     xs = [math.log(clock.num_nodes) for clock in clocks]
     ys = [math.log(clock.total) for clock in clocks]
-    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / sum((x - x_mean) ** 2 for x in xs)
+    return statistics.linear_regression(xs, ys).slope
 
 
 def plot(measured: dict[Setting, list[Clock]], path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.gate import Gate
-from benchmarks.gpu.settings import PRECISION, Link, Model
+from benchmarks.gpu.settings import COMPUTE, PRECISION, Link, Model
 from benchmarks.gpu.talk import Job
 from benchmarks.llama import Llama
 from fxshard.testing import EmulatedLink, emulated_link
@@ -98,12 +98,31 @@ def make_task(model: Model, device: str, *, checkpointing: bool) -> Task:
 
 def make_trainer(job: Job, task: Task, mesh: DeviceMesh) -> Trainer:
     """Apply the system of a job to the model."""
+    if job.entry.system == COMPUTE:
+        return _compute_alone(job, task, mesh)
     if job.entry.system.startswith("fsdp2"):
         _shard_ends(task.model, mesh)
     trainer = systems.make_trainer(job.entry, task, mesh, _LR)
     if job.entry.system == "fsdp2_best":
         _prefetch_ends(task.model)
     return trainer
+
+
+def _compute_alone(job: Job, task: Task, mesh: DeviceMesh) -> Trainer:
+    """Send nothing; the optimizer steps as many numbers as a rank's shards have, with gradients of zero."""
+    parameters = list(task.model.parameters())
+    numel = sum(parameter.numel() for parameter in parameters) // mesh.size()
+    shard = nn.Parameter(torch.zeros(numel, device=parameters[0].device))
+    grad = torch.zeros_like(shard)
+
+    def take_gradients(model: nn.Module) -> None:
+        shard.grad = grad
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    forward = torch.compile(task.model.to(job.entry.mp_policy.param_dtype))
+    optimizer = torch.optim.AdamW([shard], lr=_LR, fused=True)
+    return Trainer(task=task, forward=forward, optimizer=optimizer, after_backward=take_gradients)
 
 
 def _shard_ends(model: nn.Module, mesh: DeviceMesh) -> None:

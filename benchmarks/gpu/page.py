@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from benchmarks.gpu.result import GpuReport, Key
-from benchmarks.gpu.settings import CTAS, INSTANT, LATENCY_US, MAIN, SPEEDS, Link
+from benchmarks.gpu.settings import COMPUTE, CTAS, INSTANT, LATENCY_US, MAIN, SPEEDS, Link
 from benchmarks.gpu.targets import target_rows
 from benchmarks.markdown import table
-from fxshard.tools.bench.config import COMPUTE, ONE_GPU
+from fxshard.tools.bench.config import ONE_GPU
 
 ROWS: Final[dict[str, tuple[str, ...]]] = {
     "compute alone": (COMPUTE,),

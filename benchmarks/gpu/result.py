@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from benchmarks.gpu.settings import INSTANT, Link
+from benchmarks.gpu.settings import COMPUTE, INSTANT, Link
 from fxshard.tools.bench.comparison import median_ratio
-from fxshard.tools.bench.config import COMPUTE, ONE_GPU
+from fxshard.tools.bench.config import ONE_GPU
 from fxshard.tools.bench.result import Results, Steps, SystemResult
 
 FORMAT: Final = 1  # of the JSON; raised when a field changes its meaning

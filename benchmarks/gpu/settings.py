@@ -15,8 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from benchmarks.llama import Shape
 from fxshard import hardware
 from fxshard.testing.link_engine import Speed
-from fxshard.tools.bench.config import COMPUTE, FXSHARD, Entry
+from fxshard.tools.bench.config import FXSHARD, Entry
 
+COMPUTE: Final = "compute"  # no parameter is sharded, nothing is sent
 OVERLAPPED: Final = "simplefsdp_overlapped"
 LATENCY_US: Final = 30.0
 SPEEDS: Final = (370.0, 100.0, 50.0, 25.0)

@@ -37,10 +37,8 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._free: dict[bool, list[MemoryBlock]] = {
-            True: [],
-            False: [],
-        }  # of small requests or not -> in order of their size
+        # Whether blocks are of small requests -> those that are free, in order of their size.
+        self._free: dict[bool, list[MemoryBlock]] = {True: [], False: []}
 
     def allocate(self, nbytes: int) -> MemoryBlock:
         """Serve a request."""
@@ -80,7 +78,6 @@ class CachingAllocator:
 
 
 def _merged(first: MemoryBlock, second: MemoryBlock) -> MemoryBlock:
-    """Make two neighbours one."""
     first.size, first.behind = first.size + second.size, second.behind
     if second.behind is not None:
         second.behind.before = first

@@ -56,12 +56,11 @@ class _Probe(NamedTuple):
 _ON_CPU, _ON_ACCELERATOR = _Probe(1 << 24, 512, 5e-4), _Probe(1 << 27, 4096, 2e-4)
 
 
-def calibrate(
-    groups: Sequence[dist.ProcessGroup], device: torch.device, others: Sequence[str] = ("replica",)
-) -> HardwareSpec:
-    """Return what this rank and its links can do: all ranks of a mesh call it, and all get the same numbers.
+class Calibration:
+    """What this rank and its links can do: all ranks of a mesh measure it together, and all get the same numbers.
 
-    It takes a fraction of a second, and memory for 128 MiB on an accelerator, 16 MiB on a CPU, three times.
+    It takes a fraction of a second, and memory for 128 MiB on an accelerator, 16 MiB on a CPU, three times. The memory
+    is taken at once, so that `run` cannot fail on one rank.
 
     Args:
         groups: of this rank, one for each axis: that which shards, then those that `others` name. Nothing else may be
@@ -69,11 +68,6 @@ def calibrate(
         device: of this rank's tensors.
         others: "replica" for the axis between replicas, "tensor" for that of tensor parallelism.
     """
-    return Calibration(groups, device, others).run()
-
-
-class Calibration:
-    """What `calibrate` does, in two steps: the first takes what memory it needs, by itself; the second cannot fail."""
 
     def __init__(
         self, groups: Sequence[dist.ProcessGroup], device: torch.device, others: Sequence[str] = ("replica",)

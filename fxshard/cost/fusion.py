@@ -86,7 +86,6 @@ class _Kernels:
                 levels[node] += 1
 
     def of(self, node: fx.Node) -> fx.Node | None:
-        """The kernel of a node."""
         node = self.views.get(node, node)
         if node not in self._above:
             return None

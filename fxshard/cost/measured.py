@@ -158,7 +158,6 @@ class _Axes:
 
     @property
     def ranks(self) -> list[int]:
-        """Of all axes."""
         return mesh_axes.ranks_of(self.mesh)
 
     @property
@@ -167,7 +166,6 @@ class _Axes:
         return [group for group in self.all if _is_real(group)]
 
     def calibration(self, device: torch.device) -> Calibration:
-        """Return what measures them."""
         return Calibration(self.real, device, [self._names[id(group)] for group in self.real[1:]])
 
 
@@ -187,7 +185,6 @@ class _Decision:
         self._at_store = Rendezvous(f"hardware/{axes.mesh.device_type}/{axes.mesh.shape}", axes.ranks)
 
     def decide(self) -> HardwareSpec:
-        """Return the numbers of all ranks."""
         if not options.measures_hardware():
             return self._take(_TABLE if is_alone() else self._at_store.decide(_TABLE))
         if is_alone():  # the speed of an emulated link is in no file's name
@@ -236,7 +233,6 @@ class _Decision:
 
 
 def _here(device_type: str) -> torch.device:
-    """This rank's device."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

@@ -68,7 +68,6 @@ class _OpMeter(torch_private.DispatchMode):
         self.hardware, self.flops, self.seconds, self.nbytes = hardware, 0.0, 0.0, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op, and count it."""
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             return bool(1) if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
@@ -114,7 +113,6 @@ class _FakeSteps:
         self.group_of = {p: number for number, group in enumerate(given.param_groups) for p in group["params"]}
 
     def of_matrix(self, matrix: Matrix) -> Counted:
-        """Count the step of a matrix."""
         key = self.group_of[matrix.parameter], matrix.seen_shape, matrix.parameter.dtype
         if key not in self._known:
             self._known[key] = self.of([(matrix.parameter, matrix.seen_shape)])
@@ -175,7 +173,6 @@ class _TimedRound:
 
     @classmethod
     def of(cls, matrices: Sequence[Matrix], steps: _FakeSteps, ranks: Sequence[int]) -> _TimedRound:
-        """Sum up a round."""
         work, (wholes, sent_in, sent_back) = np.zeros((4, len(ranks))), np.zeros((3, len(ranks)))
         place, seconds = {rank: i for i, rank in enumerate(ranks)}, [0.0, 0.0]
         for team, its in by_team(matrices).items():

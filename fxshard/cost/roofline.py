@@ -89,7 +89,7 @@ class ComputeModel:
         if (code := regions.code_of(node)) is not None:
             return self._sum(code)
         if node.target in ops.BETWEEN_HOST_AND_DEVICE:
-            nbytes = sum((shape.nbytes for shape in self._shapes_of(node)), start=0)
+            nbytes = self._nbytes(node)
             seconds = nbytes / self._hardware.host_bandwidth + self._hardware.kernel_overhead
             return NodeCost(flops=0, nbytes=nbytes, seconds=seconds)
         target, given = _op_of(node)
@@ -158,9 +158,9 @@ class ComputeModel:
         values = value if isinstance(value, tuple | list) else (value,)
         results = tuple(_shape_of(each).sizes if isinstance(each, Tensor) else None for each in values)
         result = results[0] if len(results) == 1 else results
-        for given in ((arguments, result), _at((arguments, result), self._point)):
+        for (args, kwargs), sizes in ((arguments, result), _at((arguments, result), self._point)):
             try:
-                return _apply(formula, *given)
+                return formula(*args, **dict(kwargs), out_val=sizes)
             except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
                 continue
         return 0
@@ -224,11 +224,6 @@ def _formula(target: Any) -> Any:
 def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> Quantity:
     """Of products of groups of rows or columns, which add up to a dim of the operand that is 2-D, or of batches."""
     return 2 * (a[0] if len(a) == len(b) == 3 else 1) * a[-2] * a[-1] * b[-1]
-
-
-def _apply(formula: Any, arguments: Any, result: Any) -> Quantity:
-    args, kwargs = arguments
-    return formula(*args, **dict(kwargs), out_val=result)
 
 
 def _freeze(value: Any, shapes_of: Any) -> Any:

@@ -79,7 +79,7 @@ class GraphStats:
             raise ConfigError(f"world_size must be a positive int, got {world_size!r}.")
         ranks = self.world_size if world_size is None else world_size
         values = {**self.hints, **symbols}
-        numbers: dict[str, Any] = {name: _number(getattr(self, name), ranks, values) for name in _QUANTITIES}
+        numbers: dict[str, Any] = {name: evaluate(getattr(self, name), ranks, values) for name in _QUANTITIES}
         return dataclasses.replace(self, **numbers, world_size=ranks, hints=values)
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ def graph_stats(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec, *, don
         peak_bytes=peak_bytes(sizes, _on_device(sizes, plan)),
         unsharded_peak_bytes=peak_bytes(sizes, unsharded_storages(sizes.live)),
         world_size=sizes.point.world_size,
-        hints={symbol.name: value for symbol, value in sizes.point.hints.items()},
+        hints=dict(sizes.point.hints),
     )
 
 
@@ -177,16 +177,6 @@ def collectives_of(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> 
         )
         for node, launch in timeline.launches.items()
     ]
-
-
-def _number(quantity: Quantity, world_size: int, values: Mapping[str, int]) -> int | float:
-    if not isinstance(quantity, sympy.Basic):
-        return _plain(quantity)
-    return evaluate(quantity, world_size, {s: values[s.name] for s in quantity.free_symbols if s.name in values})
-
-
-def _plain(quantity: Any) -> int | float:
-    return quantity if isinstance(quantity, int) else float(quantity)
 
 
 def _mib(nbytes: float) -> str:

@@ -168,7 +168,7 @@ class Clock:
             elif needed:
                 self._wait(needed, *_latest_launch(timeline, needed))
                 if node in graph.copies:
-                    nbytes = timeline.launched_bytes(graph.copies[node])
+                    nbytes = timeline.launched_bytes[graph.copies[node]]
                     copied = copy_seconds(nbytes, timeline.hardware, is_kernel=False)
                     self._compute(copied, 0, run, (here, here), "copy out")
         end = len(timeline.nodes)

@@ -313,7 +313,6 @@ class _Walk:
             self.make(name, nbytes)
 
     def make(self, category: str, nbytes: int, stream: str = MAIN) -> _MadeTensor:
-        """Allocate a tensor."""
         if self.own_streams and category == "gradients":
             stream = REDUCING
         self.held[category] = self.held.get(category, 0) + nbytes
@@ -326,7 +325,6 @@ class _Walk:
         return _MadeTensor(self.allocators[stream].allocate(nbytes), category, nbytes, stream)
 
     def free(self, tensor: _MadeTensor) -> None:
-        """Free one."""
         self.held[tensor.category] -= tensor.nbytes
         self.total -= tensor.nbytes
         self.gathered -= tensor.gathered

@@ -108,7 +108,7 @@ class StepRecord:
         """The launches without copies, each with its op and the bytes of its whole buffer."""
         timelines = [(each, self.runs[each.run].graph.timeline) for each in self.launches]
         return [
-            (each, (of.launches[each.node].op, of.launched_bytes(each.node)))
+            (each, (of.launches[each.node].op, of.launched_bytes[each.node]))
             for each, of in timelines
             if each.node in of.launches
         ]
@@ -180,7 +180,6 @@ class _NodeTimes:
                 self._of.setdefault(each.run, []).append(each)
 
     def time_of(self, run: int, change: MemoryChange) -> float:
-        """When a change happens."""
         intervals = self._of.get(run)
         if not intervals:
             return 0.0  # it takes no time: what came before counts

@@ -46,21 +46,20 @@ def product(factors: Iterable[Quantity]) -> Quantity:
     return result
 
 
-def hints_of(graph: fx.Graph) -> dict[sympy.Symbol, int]:
-    """The values that the graph's symbols had when it was traced."""
+def hints_of(graph: fx.Graph) -> dict[str, int]:
+    """Name of a symbol of the graph -> the value that it had when the graph was traced."""
     mode = torch_private.fake_mode_of(graph)
     if mode is None or mode.shape_env is None:
         return {}
-    return {symbol: int(value) for symbol, value in torch_private.sizes_when_traced(mode.shape_env).items()}
+    return {symbol.name: int(value) for symbol, value in torch_private.sizes_when_traced(mode.shape_env).items()}
 
 
-def evaluate(quantity: Quantity, world_size: int, hints: Mapping[sympy.Symbol, int]) -> int | float:
+def evaluate(quantity: Quantity, world_size: int, hints: Mapping[str, int]) -> int | float:
     """The value of a quantity; a symbol without a hint (a size that only the data knows) counts as `UNBACKED_HINT`."""
     if isinstance(quantity, int | float):
         return quantity
-    given = {symbol: sympy.Integer(hints.get(symbol, UNBACKED_HINT)) for symbol in quantity.free_symbols}
-    if WORLD_SIZE in given:
-        given[WORLD_SIZE] = sympy.Integer(world_size)
+    values = {**hints, WORLD_SIZE.name: world_size}
+    given = {symbol: sympy.Integer(values.get(symbol.name, UNBACKED_HINT)) for symbol in quantity.free_symbols}
     value = quantity.xreplace(given)
     return int(value) if value.is_Integer else float(value)
 
@@ -70,7 +69,7 @@ class Point:
     """Where quantities are compared: the world size, and the values of symbols, that a graph was traced with."""
 
     world_size: int
-    hints: Mapping[sympy.Symbol, int]
+    hints: Mapping[str, int]
     _known: dict[Quantity, int | float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def value(self, quantity: Quantity) -> int | float:

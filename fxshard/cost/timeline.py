@@ -96,9 +96,10 @@ class Timeline:
             self._quantities[node] += Sum(launch.seconds for launch in waited).total
         self.seconds = {node: float(value(seconds)) for node, seconds in self._quantities.items()}
         """Launch, copy or node of compute -> what it takes."""
-        self._bytes = {node: float(value(launch.nbytes)) for node, launch in self.launches.items()}
+        self.launched_bytes = {node: float(value(launch.nbytes)) for node, launch in self.launches.items()}
+        """Launch -> bytes of its whole buffer, where the graph was traced."""
         self.shares = {
-            node: hardware.share_of_collective(self._bytes[node] / max(self.seconds[node], 1e-12), launch.op)
+            node: hardware.share_of_collective(self.launched_bytes[node] / max(self.seconds[node], 1e-12), launch.op)
             for node, launch in self.launches.items()
         }
         """Launch -> the share of compute's speed that it takes while it runs."""
@@ -117,10 +118,6 @@ class Timeline:
     def compute_seconds(self) -> float:
         """Seconds that all compute takes if it waits for nothing."""
         return self._before[-1]
-
-    def launched_bytes(self, launch: fx.Node) -> float:
-        """Return the bytes of a launch's whole buffer, where the graph was traced."""
-        return self._bytes[launch]
 
     @property
     def nodes(self) -> Collection[fx.Node]:

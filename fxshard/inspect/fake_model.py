@@ -93,7 +93,6 @@ class _NamedGroup(str):
 
     @property
     def group_name(self) -> str:
-        """The same, as of a group."""
         return str(self)
 
 
@@ -202,7 +201,6 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
 
 
 def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) -> None:
-    unsharded = replica.unsharded_parameters()
     meshes = {unit.mesh: unit.mesh for unit in units for member in unit.members if member.tensor_parallel}
     for unit in units:
         group = f"fsdp_{len(meshes)}" if meshes else "fsdp"
@@ -215,7 +213,7 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
                 [replica.of(module) for module in (first.modules if first else modules)],
                 meshes[(first or units[0]).mesh],
                 UnitSettings(mp_policy=state.mp_policy, offload=first.settings.offload if first else None),
-                ignored=unsharded,
+                ignored=replica.unsharded,
                 settings_of=_settings_in(state.units, meshes, replica),
                 within=_whole_mesh(state.units),
             )

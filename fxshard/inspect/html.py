@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from fxshard.cost.stats import GraphStats
-from fxshard.cost.symbols import Quantity, evaluate
+from fxshard.cost.symbols import evaluate
 from fxshard.errors import ConfigError, MissingExtraError
 from fxshard.inspect import tables
 from fxshard.inspect.explanation import Explanation, FrameExplanation
@@ -142,16 +141,11 @@ def _launches_of(number: int, frame: FrameExplanation, stage: str) -> Iterable[L
             (unit, cost.op, cost.dtype), Launches(frame=number, stage=ran, unit=unit, op=cost.op, dtype=cost.dtype)
         )
         row.count += 1
-        row.nbytes += _number(cost.nbytes, at)
-        row.seconds += _number(cost.seconds, at)
+        row.nbytes += evaluate(cost.nbytes, at.world_size, at.hints)
+        row.seconds += evaluate(cost.seconds, at.world_size, at.hints)
         row.exposed += cost.exposed_seconds
         row.why = tuple(dict.fromkeys((*row.why, *why[cost.node])))
     return found.values()
-
-
-def _number(quantity: Quantity, at: GraphStats) -> float:
-    symbols = getattr(quantity, "free_symbols", ())
-    return evaluate(quantity, at.world_size, {s: at.hints[s.name] for s in symbols if s.name in at.hints})
 
 
 def _facts(explanation: Explanation) -> list[tuple[str, str]]:

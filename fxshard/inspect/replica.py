@@ -40,7 +40,8 @@ class Replica:
         self.device = device
         self._memo: dict[int, Any] = {}
         self._originals: dict[int, Any] = {}  # kept alive: the memo knows them by their ids
-        self._unsharded: list[nn.Parameter] = []
+        self.unsharded: list[nn.Parameter] = []
+        """The copies of all parameters that no unit holds."""
         self._empty: list[nn.Module] = []
 
     @contextmanager
@@ -68,10 +69,6 @@ class Replica:
     def knows(self, original: object) -> bool:
         """Whether a module or tensor was copied."""
         return id(original) in self._memo
-
-    def unsharded_parameters(self) -> list[nn.Parameter]:
-        """The copies of all parameters that no unit holds."""
-        return self._unsharded
 
     def _deepcopy(self, value: T, name: str) -> T:
         try:
@@ -124,7 +121,7 @@ class Replica:
             else:
                 self._memo[id(parameter)] = self._fake(parameter)
             if name not in refs:
-                self._unsharded.append(self.of(parameter))
+                self.unsharded.append(self.of(parameter))
         return [value for name, value in module.__dict__.items() if name not in _NOT_COPIED]
 
     def _unsharded_fake(self, sharded: nn.Parameter, ref: ParameterRef) -> Tensor:

@@ -54,6 +54,15 @@ def receive(call: str, state: Mapping[str, Any], ranks: Ranks, pack: Callable[[]
     return FullState(contents=contents, announced=announced, tensors=tensors, source=source)
 
 
+def require_whole(sharded: Sequence[str], instead: str) -> None:
+    """Raise `ConfigError` if there are any of these, the names of sharded tensors in a full state."""
+    if sharded:
+        raise ConfigError(
+            f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "
+            f"{instead}."
+        )
+
+
 def _choose_source(call: str, state: Mapping[str, Any], ranks: Ranks) -> int | None:
     """Return the global rank whose state is loaded: the first that was given one; `None` if all were."""
 

@@ -124,11 +124,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
 
 
 def _packed(state: Mapping[str, Any], model: nn.Module, own: Mapping[str, Any]) -> FullState:
-    if sharded := [name for name, value in state.items() if isinstance(value, DTensor)]:
-        raise ConfigError(
-            f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "
-            "model.load_state_dict."
-        )
+    sharded = [name for name, value in state.items() if isinstance(value, DTensor)]
+    full.require_whole(sharded, "model.load_state_dict")
     values = {fqn_of(model, name): value for name, value in state.items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and not is_extra(name)}
     contents = {name: LeafMark((name,)) if name in tensors else value for name, value in values.items()}

@@ -84,11 +84,8 @@ def _packed(state: Mapping[str, Any], names: ParameterNames) -> FullState:
     given = OptimizerState.of(state, _fqns_by_key(state, names))
     states, tensors = take_out(given.states)
     announced = [Announced.of(path, tensor) for path, tensor in tensors.items()]
-    if sharded := [each.name for each in announced if isinstance(tensors[each.path], DTensor)]:
-        raise ConfigError(
-            f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
-        )
+    sharded = [each.name for each in announced if isinstance(tensors[each.path], DTensor)]
+    full.require_whole(sharded, "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict")
     refuse(unknown_state(unknown_keys(given.others, str if _is_by_fqn(state) else int)))
     contents = replace(given, states=states)
     return FullState(contents=contents, announced=announced, tensors=list(tensors.values()))

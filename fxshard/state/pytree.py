@@ -65,17 +65,12 @@ def mapped(function: Callable[[KeyPath, Any], Any], tree: Any, path: KeyPath = (
     if isinstance(tree, _ENDS):
         return function(path, tree)
     if isinstance(tree, dict):
-        return _refilled(tree, mapped(function, dict(tree), path))
+        other = copy.copy(tree)  # what else a dict of another class holds (a default, an order) stays
+        other.update(mapped(function, dict(tree), path))
+        return other
     if isinstance(tree, list | tuple):
         values = [mapped(function, value, (*path, i)) for i, value in enumerate(tree)]
         if hasattr(tree, "_fields"):
             return type(tree)(*values)
         return values if type(tree) is list else type(tree)(values)
     return function(path, tree)
-
-
-def _refilled(tree: dict[Any, Any], values: Mapping[Any, Any]) -> Any:
-    """Return a dict of another class with other values: what else it holds (a default, an order) stays."""
-    other = copy.copy(tree)
-    other.update(values)
-    return other

@@ -43,7 +43,8 @@ def require_writable(tensors: Mapping[str, Any]) -> None:
 def extra_states(model: nn.Module, state: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
     """Yield what sets the extra state of modules, by the user's code; it is taken back if the block raises."""
     wanted = {name: value for name, value in state.items() if is_extra(name)}
-    modules = dict(_owners(model)) if wanted else {}
+    owners = model.named_modules(remove_duplicate=False) if wanted else ()
+    modules = {fqn_of(model, f"{name}.{_EXTRA_STATE}".removeprefix(".")): module for name, module in owners}
     former: list[tuple[nn.Module, Any]] = []
 
     def set_all() -> None:
@@ -139,8 +140,3 @@ def _holders(optim: Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
             yield vars(each), STATE
         if any(id(group) in shown for group in vars(each).get(GROUPS, ())):
             yield vars(each), GROUPS
-
-
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules(remove_duplicate=False):
-        yield fqn_of(model, f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE), module

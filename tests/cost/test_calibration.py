@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fxshard.cost.calibration import Calibration, calibrate
+from fxshard.cost.calibration import Calibration
 from fxshard.hardware import HardwareSpec
 from fxshard.testing import Speed, emulated_link
 from tests.ranks import two_ranks
@@ -25,7 +25,7 @@ TIMES = 8
 def on_link(world_size: int, gigabytes_per_s: float = math.inf, latency_us: float = 0.0) -> HardwareSpec:
     with emulated_link(world_size, gigabytes_per_s=gigabytes_per_s, latency_us=latency_us):
         assert dist.group.WORLD is not None
-        return calibrate([dist.group.WORLD], CPU)
+        return Calibration([dist.group.WORLD], CPU).run()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_takes_about_a_second_at_most_also_where_a_launch_takes_long() -> None:
     with emulated_link(8, gigabytes_per_s=0.05, latency_us=5000.0):
         assert dist.group.WORLD is not None
         began = time.perf_counter()
-        calibrate([dist.group.WORLD], CPU)
+        Calibration([dist.group.WORLD], CPU).run()
         assert time.perf_counter() - began < 3  # on a machine that does other things, too
 
 
@@ -80,7 +80,7 @@ def test_leaves_random_numbers_modes_and_gradients_alone() -> None:
         assert dist.group.WORLD is not None
         before = torch.random.get_rng_state()
         with torch.inference_mode(), torch.autocast("cpu"), torch.device("meta"):
-            spec = calibrate([dist.group.WORLD], CPU)
+            spec = Calibration([dist.group.WORLD], CPU).run()
             assert torch.is_inference_mode_enabled()
         assert torch.equal(torch.random.get_rng_state(), before)
     assert spec.peak_flops.keys() == {"bf16", "f16", "f32", "f64"}
@@ -91,7 +91,7 @@ def test_the_link_between_replicas_has_numbers_of_its_own() -> None:
     for _ in range(TIMES):
         with emulated_link(8, gigabytes_per_s=0.2, latency_us=1000.0, ranks_per_machine=4, between_machines=between):
             mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-            spec = calibrate([mesh["shard"].get_group(), mesh["replicate"].get_group()], CPU)
+            spec = Calibration([mesh["shard"].get_group(), mesh["replicate"].get_group()], CPU).run()
         found = [
             spec.link_bandwidth,
             spec.replica_link(2, 4).bandwidth,
@@ -108,7 +108,7 @@ def test_the_link_between_replicas_has_numbers_of_its_own() -> None:
 @two_ranks
 def test_all_ranks_get_the_same_numbers() -> None:
     assert dist.group.WORLD is not None
-    spec = calibrate([dist.group.WORLD], CPU)
+    spec = Calibration([dist.group.WORLD], CPU).run()
     texts: list[str | None] = [None, None]
     dist.all_gather_object(texts, spec.to_json())
     assert texts[0] == texts[1]

@@ -19,7 +19,6 @@ from fxshard.errors import ConfigError, nearest
 GROUPS: Final = ("gloo", "emulated", "nccl")
 FXSHARD: Final = "fxshard"  # the one system that takes options
 REFERENCE: Final = "reference"  # runs by itself, before the others
-COMPUTE: Final = "compute"  # no parameter is sharded, nothing is sent; of the benchmark on one GPU alone
 ONE_GPU: Final = "one GPU, emulated link, identical peers"
 DTYPES: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEFAULT_CTAS: Final = 16

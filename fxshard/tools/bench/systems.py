@@ -7,7 +7,7 @@ the rest.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -28,7 +28,7 @@ from fxshard.passes.defer_weight_gradients import DeferWeightGradients
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.pipeline import Pipeline
 from fxshard.passes.sink_waits import SinkWaits
-from fxshard.tools.bench.config import COMPUTE, FXSHARD, REFERENCE, Entry
+from fxshard.tools.bench.config import FXSHARD, REFERENCE, Entry
 from fxshard.tools.bench.simplefsdp import parametrize
 from fxshard.tools.bench.task import Task, units_of
 
@@ -68,19 +68,13 @@ class Trainer:
 def make_trainer(entry: Entry, task: Task, mesh: DeviceMesh, lr: float, *, microbatches: int = 1) -> Trainer:
     """Apply a system to the model of a task."""
     forward = _MAKE[entry.system](task.model, mesh, entry)
-    parameters: Iterable[nn.Parameter] = task.model.parameters()
-    after_backward = average_gradients if entry.system == REFERENCE else None
-    if entry.system == COMPUTE:
-        shard = _empty_shard(task.model, mesh)
-        parameters, after_backward = [shard], functools.partial(_take_gradients, shard, torch.zeros_like(shard))
-    optimizer = torch.optim.AdamW(parameters, lr=lr, fused=True)
     return Trainer(
         task=task,
         forward=forward,
-        optimizer=optimizer,
+        optimizer=torch.optim.AdamW(task.model.parameters(), lr=lr, fused=True),
         microbatches=microbatches,
         begin=functools.partial(_begin, forward, task.model, entry),
-        after_backward=after_backward,
+        after_backward=average_gradients if entry.system == REFERENCE else None,
     )
 
 
@@ -101,18 +95,6 @@ def average_gradients(model: nn.Module) -> None:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
-
-
-def _empty_shard(model: nn.Module, mesh: DeviceMesh) -> nn.Parameter:
-    parameters = list(model.parameters())
-    numel = sum(parameter.numel() for parameter in parameters) // mesh.size()
-    return nn.Parameter(torch.zeros(numel, device=parameters[0].device))
-
-
-def _take_gradients(shard: nn.Parameter, grad: Tensor, model: nn.Module) -> None:
-    shard.grad = grad
-    for parameter in model.parameters():
-        parameter.grad = None
 
 
 def unsharded_peak_bytes(entry: Entry, model: nn.Module) -> int | None:
@@ -215,7 +197,6 @@ def _without_order(pipeline: Pipeline) -> Pipeline:
 
 _MAKE: Final[dict[str, Callable[[nn.Module, DeviceMesh, Entry], Forward]]] = {
     REFERENCE: lambda model, mesh, entry: model,
-    COMPUTE: lambda model, mesh, entry: torch.compile(model.to(entry.mp_policy.param_dtype)),
     "local": lambda model, mesh, entry: model,
     "local_compiled": lambda model, mesh, entry: torch.compile(model),
     "ddp": _ddp,

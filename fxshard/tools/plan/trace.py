@@ -74,7 +74,7 @@ def _launch(record: StepRecord, each: Interval) -> _TraceEvent:
     timeline, stage = record.runs[each.run].graph.timeline, record.runs[each.run].graph.stage
     args: dict[str, Any] = {"stage": stage, "node": each.name, "exposed us": each.exposed * 1e6}
     if each.node in timeline.launches:
-        args["bytes"] = timeline.launched_bytes(each.node)
+        args["bytes"] = timeline.launched_bytes[each.node]
     return _slice(record.label(each), "launch", each.start, each.end, **args)
 
 

@@ -22,12 +22,12 @@ from benchmarks.gpu import settings, trace
 from benchmarks.gpu.gate import Gate
 from benchmarks.gpu.page import page
 from benchmarks.gpu.result import GpuReport, Key
-from benchmarks.gpu.settings import INSTANT, MAIN, Link
+from benchmarks.gpu.settings import COMPUTE, INSTANT, MAIN, Link
 from benchmarks.gpu.stages import Plan, Stage
 from benchmarks.gpu.talk import Job, WarmUp
 from benchmarks.gpu.targets import target_rows
 from benchmarks.gpu.turns import Budget, Member
-from fxshard.tools.bench.config import COMPUTE, ONE_GPU, Entry
+from fxshard.tools.bench.config import ONE_GPU, Entry
 from fxshard.tools.bench.result import Steps, SystemResult
 from fxshard.tools.bench.traffic import Traffic
 from fxshard.tools.bench.worker import Ready, Timed
