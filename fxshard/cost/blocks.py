@@ -10,16 +10,11 @@ from fxshard.ir.plan import ShardPlan, UnitPlan
 
 
 def transfers_per_compute(units: Iterable[UnitPlan], tokens: int, hardware: HardwareSpec) -> float:
-    """Estimate the time of a block's launches in a training step over that of its compute.
+    """Estimate the time of a block's launches in a training step over that of its compute, for a call of `tokens`.
 
     A matrix costs 2 FLOPs for each element and token in forward, 4 in backward, 2 if it is frozen; nothing else costs
     anything, so where attention or pointwise ops count the ratio is too high. Where only some tokens reach a matrix, as
     in experts, it is too low.
-
-    Args:
-        units: of the block.
-        tokens: that this rank's call has.
-        hardware: of the rank and its link.
 
     Source: Kaplan et al., "Scaling Laws for Neural Language Models" (2020), section 2.1.
     """

@@ -211,13 +211,10 @@ def memory_of_step(
 ) -> MemoryUse:
     """Run two steps on an allocator, the first of which finds it empty.
 
-    Args:
-        outer: the step.
-        standing: category -> bytes that are there throughout: parameters, optimizer state, buffers.
-        gradients: bytes of them that are held from the beginning, as with several microbatches.
-        own_streams: whether gathers and reductions have streams of their own, and parameters are copied out of what was
-            gathered.
-        stepping: bytes that the step of the optimizer takes besides.
+    `standing` maps category -> bytes that are there throughout: parameters, optimizer state, buffers. So many bytes of
+    `gradients` are held from the beginning, as with several microbatches. With `own_streams` gathers and reductions
+    have streams of their own, and parameters are copied out of what was gathered. The step of the optimizer takes
+    `stepping` bytes besides.
     """
     walk = _Walk(standing, own_streams, accumulates=gradients > 0, stepping=stepping)
     if gradients:
@@ -243,11 +240,8 @@ def memory_of_frame(
 ) -> tuple[FrameMemory, FrameMemory]:
     """Run one frame alone: its forward, and its backward.
 
-    Args:
-        frame: it.
-        late: bytes that a reduction of the graph before its backward still has.
-        own_streams: as of `memory_of_step`.
-        accumulates: whether a reduced gradient is added to one that is there.
+    A reduction of the graph before its backward still has `late` bytes; a reduced gradient is added to one that is
+    there if it `accumulates`.
     """
     walk = _Walk({}, own_streams, accumulates)
     ahead = walk.launch_ahead(frame.forward)

@@ -237,11 +237,7 @@ class Explanation:
     def diff(self, before: str, after: str, stage: str | None = None, frame: int | None = None) -> str:
         """What changed between two passes, as a unified diff; a stage that lacks one of them has no part in it.
 
-        Args:
-            before: name of a pass.
-            after: name of a pass.
-            stage: only this one.
-            frame: only this one.
+        With `stage` or `frame` it is of that one alone.
 
         Raises:
             ConfigError: there is no such pass, stage or frame, or no stage has both.
