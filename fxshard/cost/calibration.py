@@ -2,12 +2,12 @@
 
 [Note: calibration]
 The cost model asks how long the link is busy with a launch, not how long one who waits for it stands: so the latency is
-what a launch takes in a row of launches under way, and the bandwidth what each further byte adds to one.
-`fxshard calibrate` has time for more: products of several sizes, attention, and copies between host and device.
-Kernels are timed on every rank by itself, and the median of a few tries counts, for a step has as many good moments as
-bad ones. Collectives are timed on all ranks at once, and the shortest try counts, which nothing else on the machine has
-disturbed. Each rank tells the others what it found, and the slowest counts: they wait for each other. Numbers have two
-digits, for the third one is another one each time.
+what a launch takes in a row of launches under way, and the bandwidth what each further byte adds to one. Kernels are
+timed on every rank by itself, and the median of a few tries counts, for a step has as many good moments as bad ones.
+Collectives are timed on all ranks at once, and the shortest try counts, which nothing else on the machine has
+disturbed. Of all ranks the slowest counts, for they wait for each other. Numbers have two digits, for the third one is
+another one each time. `fxshard calibrate` also times products of several sizes, attention, and copies between host and
+device.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
 """The numbers of this machine and its link: measured once, kept beside the compile cache, the same on all ranks.
 
 [Note: measured hardware]
-What the cost model counts on decides graphs, so all ranks of a group must count on the same, and must find it where
-they are together anyway: at the first `fully_shard` on the group, or where the one-line form compares their models;
-never while a graph is compiled. Nobody can be sure that all come there, so nothing is sent over the group before the
-store has said that they have. One rank decides for all, by the first write to one key of the store of the default
-process group (`compare_set`), and no rank waits longer for it than `TIMEOUT_S`:
+These numbers decide graphs, so all ranks of a group must count on the same. They agree where they are together anyway:
+at the first `fully_shard` on the group, or where the one-line form compares their models; never while a graph is
+compiled. A rank may not come there, so nothing is sent over the group before the store has said that all have come.
+The first write to one key of the default process group's store (`compare_set`) decides, and no rank waits longer for it
+than `TIMEOUT_S`:
 
 - a rank that has a file of this kind of machine writes its numbers: the file of the first one counts for all;
-- a rank that has none says that it has come, and waits. The last one to come decides that they measure: all of them
-  stand here, and will. Where the group has seen other collectives on one rank than on another, something is under way
-  on it, and they do not;
+- a rank that has none says that it has come, and waits. The last one decides that they measure, unless the group has
+  seen other collectives on one rank than on another: then something is under way on it;
 - a rank that has waited too long, must not measure or has no memory for it decides for the table.
 
 So ranks that shard over crossing meshes in different orders, or without each other, wait once and count on the table.
-Rank 0 of the group writes the file, and the store forgets nothing: who comes after the decision takes it.
+Rank 0 of the group writes the file. A rank that comes after the decision reads it in the store.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ A step is a row of moments. In each of them resources are busy (compute, the que
 copies), side by side: the moment takes as long as the busiest one. Every unit has choices (gather again, keep, offload,
 compute again, ...), each of which adds to what resources do and to the bytes that are held at each place of the step.
 The fastest choices within a budget of bytes solve a linear program in which the variables of choices are 0 or 1:
-`time[m] >= seconds[r, m]`, and the sum of times is the least. A place that never holds more than some other one, and a
-resource that is never busier in a moment than some other one, are left out before: of a model's blocks hardly anything
-remains. Branch and bound solves that. Where the time is up, the better of what it has found and of a greedy descent
+`time[m] >= seconds[r, m]`, and the sum of times is the least. Places that never hold more than some other one, and
+resources that are never busier in a moment than some other one, are left out before, which leaves few of a model's
+blocks. Branch and bound solves that. Where the time is up, the better of what it has found and of a greedy descent
 counts, and the bound that it has proven says how far off that is.
 
 Source: "Checkmate", https://arxiv.org/abs/1910.02653, chooses so what to compute again; the solver is HiGHS,

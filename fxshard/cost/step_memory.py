@@ -7,8 +7,8 @@ reduces them. What nothing here sees (workspaces, the device's context) is left 
 [Note: how long parameters are held]
 Graphs free a parameter behind its last use. Code that runs uncompiled gathers a unit as a whole, and holds it until the
 call ends; what autograd has saved of it lives on. FSDP2 holds a unit until its module's forward or backward ends, or,
-if it does not reshard after forward, from forward on until the end of backward. What a graph gathers of
-its first unit is there from the moment on in which the graph before launches it (`GraphOfStep.ahead`).
+if it does not reshard after forward, from forward on until the end of backward. What a graph gathers of its first unit
+is held from when the graph before launches it (`GraphOfStep.ahead`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 [Note: lockstep]
 All ranks run the same graph, so one interpreter can walk it for all of them: at each node it computes the value of
 every rank, and a collective is a function of the values that the ranks have there. That takes no process group, so a
-live one is left alone. Reductions add in the order of the ranks; the network may add in another, but always the same
-one is what comparing two graphs needs. Values that the network moves are exact either way.
+live one is left alone. Reductions add in the order of the ranks: the network may add in another one, but to compare two
+graphs it needs only be the same.
 
 The ranks are those that share the largest unit. A launch over fewer (experts) is one among ranks next to each other. Of
 all other axes (replicas, tensor and expert parallelism) there is one place: what another collective brings are the

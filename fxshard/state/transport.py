@@ -3,11 +3,10 @@
 Everything travels as bytes, so a bucket holds any mix of dtypes, and no collective sees more than one.
 
 [Note: rounds under way]
-A round is started before those ahead of it are finished: two with a bucket, each with one of its own, two with rows
-that had to be copied because they are not contiguous, and any number with neither. On an accelerator that overlaps
-them: the copy out of one bucket is queued behind its own transfer alone, while the next transfer runs on the stream of
-the process group. Where a bucket is used again, the process group waits for what was queued before, so no stream or
-event of ours is needed.
+A round is started before those ahead of it are finished: two with a bucket each, two with rows that had to be copied
+because they are not contiguous, and any number with neither. On an accelerator that overlaps them: the copy out of one
+bucket is queued behind its own transfer alone, while the next transfer runs on the stream of the process group. Before
+a bucket is used again the process group waits for what was queued, so no stream or event of ours is needed.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ this process all the same: on the CPU by a worker thread, on a GPU by a few thre
 GPU]. docs/emulated_link.md says what such numbers mean.
 
 On the CPU the link is arithmetic: a transfer begins when it was launched or when the one before it has ended, whichever
-is later, and ends after its duration (or after its copy, if that took longer). Only who waits for a transfer sleeps,
-until it has ended. So threads that wake up late delay themselves, never the link.
+is later, and ends after its duration, or after its copy if that takes longer. Only who waits for a transfer sleeps, so
+threads that wake up late delay themselves, never the link.
 """
 
 from __future__ import annotations

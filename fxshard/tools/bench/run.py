@@ -1,14 +1,13 @@
 """Run all systems in turn, and collect what they tell.
 
 [Note: interleaving]
-Times drift: with the temperature, with what else the machine does. Systems that are measured one after the other would
-be compared across that drift, so every round lets each system take one step, in an order that rotates. Each system
-lives in processes of its own, which sleep while it is not their turn: in one process a system's guards, caches and
-garbage would slow down the others, the first to compile would warm up the compiler for all, and one that dies would
-take the rest along. The price is memory: all systems hold their model at once. A step behind those of other systems
-finds the caches of the processor full of theirs; with `warm` each is taken behind one of its own, as in a loop.
+Times drift with the temperature and with other work on the machine. So in every round each system takes one step, in an
+order that rotates. Each system lives in processes of its own, which sleep while it is not their turn: in one process
+its guards, caches and garbage would slow down the others, the first to compile would warm up the compiler for all, and
+one that dies would end all. The price is memory: all systems hold their model at once. A step behind those of other
+systems finds the caches of the processor full of theirs; with `warm` each is taken behind one of its own, as in a loop.
 
-Under torchrun every process runs this loop, and has one rank of each system; see [Note: peers] in
+Under torchrun every process runs this loop, and has one rank of each system: [Note: peers] in
 `tools/launch/torchrun.py`.
 """
 

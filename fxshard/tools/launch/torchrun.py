@@ -1,18 +1,15 @@
 """The processes that torchrun starts for one benchmark: each has one rank of every system, and all agree.
 
 [Note: peers]
-Under torchrun every process runs the same loop over the same systems, as a single process does over all ranks (see
-[Note: interleaving] in `tools/bench/run.py`). Each starts one rank of a system, listens to it alone, and must decide as
-all others do: that the system is ready, has taken its step, or has failed. So they meet in ticks. Each listens to its
-rank until it has told something, but half a second at most; then all exchange what they have. Who has heard waits for
-the others; who has not listens on in the next tick. All have the same answers and come to the same end: everybody has
-heard, or somebody's rank has failed, and all stop theirs. A rank that waits for a dead one in a collective is so ended
-by its own parent, where NCCL would let it wait.
+Under torchrun every process runs the loop of [Note: interleaving] in `tools/bench/run.py`, starts one rank of each
+system and listens to it alone. All must decide alike: that the system is ready, has taken its step, or has failed. So
+they meet in ticks: each listens until its rank has told something, half a second at most; then all exchange what they
+have. This ends when all have heard, or when the rank of one has failed; then all stop theirs. So a rank that waits for
+a dead one in a collective is ended by its own parent, where NCCL would let it wait.
 
 Ticks go through a process group of the parents alone (`fxshard_gloo`). When a parent dies, its connections break, and
-the others end; a rank ends with its parent, and a parent with its launcher. A rank never meets another through its
-parent: the ranks of a system join a group of their own, in the launcher's store, under a prefix of their own, so no
-port is needed that may be taken or closed.
+the others end; a rank ends with its parent, and a parent with its launcher. The ranks of a system join a group of their
+own, in the launcher's store, under a prefix of their own, so no port is needed that may be taken or closed.
 """
 
 from __future__ import annotations
