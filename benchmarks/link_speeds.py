@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import markdown
 from fxshard.tools import cli
 
 WORLD_SIZE, LATENCY_US = 8, 30
@@ -52,14 +53,12 @@ def over_compute(report: Report, name: str) -> float:
 def table(reports: dict[float, Report]) -> str:
     """Steps over compute alone, in parentheses over FSDP2 at its best."""
     speeds = [f"{load}: {report['options']['gigabytes_per_s']} GB/s" for load, report in reports.items()]
-    lines = [f"| system | {' | '.join(speeds)} |", "|---" * (len(reports) + 1) + "|"]
-    floor = [f"{system(report, FLOOR)['step_ms']['median']:.0f} ms" for report in reports.values()]
-    lines.append(f"| compute alone | {' | '.join(floor)} |")
+    rows = [["compute alone", *(f"{system(r, FLOOR)['step_ms']['median']:.0f} ms" for r in reports.values())]]
     for name, title in SYSTEMS.items():
         best = [system(report, name)["ratio_to"]["fsdp2_best"] for report in reports.values()]
-        cells = [f"{over_compute(r, name):.3f} ({b:.2f})" for r, b in zip(reports.values(), best, strict=True)]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        pairs = zip(reports.values(), best, strict=True)
+        rows.append([title, *(f"{over_compute(report, name):.3f} ({ratio:.2f})" for report, ratio in pairs)])
+    return markdown.table(["system", *speeds], rows) + "\n"
 
 
 def draw(reports: dict[float, Report], path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from benchmarks import markdown
 from benchmarks.link_speeds import FLOOR, Report, bench, over_compute, system
 
 SHAPES = ((2, 4), (4, 8))
@@ -42,58 +43,42 @@ def speeds_beside(alone: Report, machines: int, ranks: int) -> tuple[float, floa
     return float(f"{within / 1e9:.3g}"), float(f"{between / 1e9:.3g}")
 
 
-def split_layers(target: str, folder: Path, rounds: int, machines: int, ranks: int) -> str:
-    """Measure layers that are split over the ranks of a machine; the table."""
-    shape = ("--world-size", f"{machines}x{ranks}", "--tensor-parallel", ranks)
-    alone = bench(target, f"{FLOOR},fsdp2", rounds, folder / "tp_alone.json", *shape)
-    within, between = speeds_beside(alone, machines, ranks)
+def measure(target: str, folder: Path, rounds: int, machines: int, ranks: int, *, splits: bool) -> str:
+    """Measure replicas on machines, or layers that are split over the ranks of a machine; the table."""
+    name = "tp" if splits else f"{machines}x{ranks}"
+    shape = ("--world-size", f"{machines}x{ranks}", *(("--tensor-parallel", ranks) if splits else ()))
+    alone = bench(target, f"{FLOOR},fsdp2", rounds, folder / f"{name}_alone.json", *shape)
+    within, between = (speeds_beside if splits else speeds)(alone, machines, ranks)
     link = (*shape, "--gigabytes-per-s", within, "--latency-us", LATENCY_US, "--between-gigabytes-per-s")
     systems = ",".join([FLOOR, *SYSTEMS])
-    report = bench(target, systems, rounds, folder / "tp.json", *link, between)
-    free = bench(target, systems, rounds, folder / "tp_free.json", *link, NO_TIME)
-    return table((machines, ranks), within, between, report, free, "exposed gathers and reductions")
+    report = bench(target, systems, rounds, folder / f"{name}.json", *link, between)
+    free = bench(target, systems, rounds, folder / f"{name}_free.json", *link, NO_TIME)
+    exposed = "exposed gathers and reductions" if splits else "exposed all_reduces"
+    return table((machines, ranks), within, between, report, free, exposed)
 
 
-def table(
-    shape: tuple[int, int],
-    within: float,
-    between: float,
-    report: Report,
-    free: Report,
-    exposed: str = "exposed all_reduces",
-) -> str:
+def table(shape: tuple[int, int], within: float, between: float, report: Report, free: Report, exposed: str) -> str:
     """Steps over compute alone, over FSDP2 at its best, and what of them is waiting for what goes between machines."""
     compute = system(report, FLOOR)["step_ms"]["median"]
     links = f"{within} GB/s, {between} GB/s between machines; compute alone {compute:.0f} ms"
     columns = ("system", "over compute", "over FSDP2 at its best", exposed, "MB unsharded", "loss off by")
-    lines = [f"{shape[0]} x {shape[1]}: {links}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for name in SYSTEMS:
         best = system(report, name)["ratio_to"]["fsdp2_best"]
         here, without = over_compute(report, name), over_compute(free, name)
         held = system(report, name)["unsharded_peak_bytes"]
         told = f"{held / 1e6:.1f}" if held else "-"
         off = system(report, name)["loss_difference"]
-        lines.append(f"| {name} | {here:.3f} | {best:.2f} | {(here - without) / here:.1%} | {told} | {off:.1e} |")
-    return "\n".join(lines) + "\n\n"
+        rows.append((name, f"{here:.3f}", f"{best:.2f}", f"{(here - without) / here:.1%}", told, f"{off:.1e}"))
+    return f"{shape[0]} x {shape[1]}: {links}\n\n{markdown.table(columns, rows)}\n\n"
 
 
 def main(model: str, folder: Path, rounds: int, axis: str = "replicate", split: str = "4x2") -> None:
     """Measure, and write everything into a folder; `split` is machines x ranks of each, where layers are split."""
     folder.mkdir(parents=True, exist_ok=True)
-    target, text = f"benchmarks.models:{model}", ""
-    if axis == "tp":
-        machines, ranks = map(int, split.split("x"))
-        text = split_layers(target, folder, rounds, machines, ranks)
-    for replicas, shards in SHAPES if axis == "replicate" else ():
-        name = f"{replicas}x{shards}"
-        shape = ("--world-size", name)
-        alone = bench(target, f"{FLOOR},fsdp2", rounds, folder / f"{name}_alone.json", *shape)
-        within, between = speeds(alone, replicas, shards)
-        link = (*shape, "--gigabytes-per-s", within, "--latency-us", LATENCY_US, "--between-gigabytes-per-s")
-        systems = ",".join([FLOOR, *SYSTEMS])
-        report = bench(target, systems, rounds, folder / f"{name}.json", *link, between)
-        free = bench(target, systems, rounds, folder / f"{name}_free.json", *link, NO_TIME)
-        text += table((replicas, shards), within, between, report, free)
+    shapes = [map(int, split.split("x"))] if axis == "tp" else SHAPES
+    target = f"benchmarks.models:{model}"
+    text = "".join(measure(target, folder, rounds, *shape, splits=axis == "tp") for shape in shapes)
     (folder / "meshes.md").write_text(text)
     sys.stdout.write(text)
 

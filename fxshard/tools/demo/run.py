@@ -1,4 +1,4 @@
-"""Run the demo from start to verdict."""
+"""Run the demo from start to verdict, and each of its ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import os
 import time
 from collections.abc import Generator
 from contextlib import closing
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from fxshard.tools.demo.config import DemoConfig
 from fxshard.tools.demo.events import Event
@@ -14,7 +19,8 @@ from fxshard.tools.demo.llama import check_installed
 from fxshard.tools.demo.outcome import Outcome
 from fxshard.tools.demo.show import DemoConsole, show_end
 from fxshard.tools.demo.text import read_corpus
-from fxshard.tools.demo.worker import rank_main
+from fxshard.tools.demo.train import train_sharded, train_unsharded
+from fxshard.tools.launch.rank_process import RankPlace, join, reporting
 from fxshard.tools.launch.ranks import RankProcesses
 
 if TYPE_CHECKING:
@@ -47,3 +53,14 @@ def events_of_ranks(config: DemoConfig) -> Generator[Event]:
         yield from ranks.events()
     finally:
         ranks.stop()
+
+
+def rank_main(place: RankPlace, config: DemoConfig, events: Connection) -> None:
+    """Train as one rank, and tell the parent; what is raised goes to the log, and the status is 1."""
+    with reporting(place, config.out, events):
+        join(place, config.ranks, device=config.device, stall_s=config.stall_s)
+        train_sharded(config, place.rank, init_device_mesh(config.device, (config.ranks,)), events.send)
+        dist.destroy_process_group()
+        if place.rank == 0 and config.compare:
+            torch.set_num_threads(min(place.num_threads * config.ranks, os.cpu_count() or 1))  # others are done
+            train_unsharded(config, events.send)
