@@ -1,12 +1,12 @@
 """The fake model of a model: a copy without data, sharded over ranks that need not exist, to compile in its place.
 
 [Note: fake models]
-No pass depends on a value, so `explain` compiles a copy whose tensors are fake: no memory, no process group, any number
-of ranks. A sharded model is copied as it was before `fully_shard` and sharded again in the same units; an unsharded one
-is sharded as the one-line path would. The model itself is only read. The copy shares the code of its classes, which is
-why it runs under `dynamo_cache.untouched_dynamo`. Tensor-parallel parameters stay on the mesh that they are on, and
-their units on theirs, for what the model does with DTensors names it, too: its groups exist, and nothing is sent over
-them.
+Nothing that a pass decides depends on a value, so `explain` compiles a copy whose tensors are fake: no memory, no
+process group, any number of ranks. The copy is what the ranks would have: a sharded model is copied as it was before
+`fully_shard` and sharded again in the same units; an unsharded one is sharded as the one-line path would. The model
+itself is only read. The fake model shares the code of its classes, which is why it runs under
+`dynamo_cache.untouched_dynamo`. Tensor-parallel parameters stay on the mesh that they are on, and their units on
+theirs, for what the model does with DTensors names it, too: its groups exist, and nothing is sent over them.
 """
 
 from __future__ import annotations

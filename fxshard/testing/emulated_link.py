@@ -239,7 +239,7 @@ def _reduce_scatter_tensor_out(
     input: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Tensor
 ) -> Tensor:
     options = ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp(_REDUCTIONS[reduce_op])
+    options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, reduce_op.upper()))
     _register_work(out, _base(group_name, "reduce_scatter_single", "_reduce_scatter_base")(out, input, options))
     return out
 
@@ -251,13 +251,6 @@ def _base(group: Any, *names: str) -> Callable[..., Work]:
     return methods[0]
 
 
-_REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 _OUT_VARIANTS = {
     "all_gather_into_tensor_out": _all_gather_into_tensor_out,
     "reduce_scatter_tensor_out": _reduce_scatter_tensor_out,
