@@ -93,10 +93,7 @@ class PolicySolution(NamedTuple):
 def solve(problem: PolicyProblem, budget: float, *, time_limit: float = 30.0) -> PolicySolution | None:
     """Find the fastest choices that hold no more than `budget` bytes; `None` if no choices do.
 
-    After `time_limit` seconds the best that is known counts.
-
-    Raises:
-        MissingExtraError: scipy is not installed.
+    After `time_limit` seconds the best that is known counts. Raise `MissingExtraError` without scipy.
     """
     found = _branch_and_bound(problem, budget, time_limit)
     known = [found.picks]

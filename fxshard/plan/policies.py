@@ -72,10 +72,9 @@ KINDS = ("reshard", "keep", "subgroup", "resident", "offload", "checkpoint")
 
 
 def policies_of(kinds: Iterable[str], *, shards: int, ranks_per_node: int, accumulation: int) -> list[Policy]:
-    """The policies that make a difference in a run, of some of `KINDS`; the first one is FSDP's: gather again.
+    """The policies that make a difference in a run; the first one is FSDP's: gather again.
 
-    Raises:
-        ConfigError: there is no such kind.
+    Raise `ConfigError` for kinds that are not in `KINDS`.
     """
     kinds = set(kinds)
     if unknown := sorted(kinds.difference(KINDS)):
@@ -111,8 +110,7 @@ class TracedPolicies:
     ) -> None:
         """Trace; `options` are those of the backend, `run` what `cost_of` takes besides.
 
-        Raises:
-            ConfigError: the model has no blocks, or as `outline` raises.
+        Raise `ConfigError` if the model has no blocks, or as `outline` does.
         """
         model, args, kwargs = target
         self.policies, self.hardware, self.schedule, self.run = policies, hardware, schedule, run

@@ -37,8 +37,7 @@ class ProfiledKernel(NamedTuple):
 def read(profile: Any) -> list[dict[str, Any]]:
     """Return the slices of a `torch.profiler.profile`, or of the file that it exported, in the order of their starts.
 
-    Raises:
-        ConfigError: the file is none.
+    Raise `ConfigError` if the file is none.
     """
     try:
         if hasattr(profile, "export_chrome_trace"):
