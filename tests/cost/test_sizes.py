@@ -121,12 +121,12 @@ def test_an_expression_without_symbols_is_a_plain_number() -> None:
 
 def test_the_world_size_and_the_hints_give_the_value() -> None:
     shard = sympy.ceiling(sympy.Integer(10) / WORLD_SIZE) * rows
-    assert [evaluate(shard, ranks, {rows: 7}) for ranks in (1, 3, 64)] == [70, 28, 7]
-    assert evaluate(rows / WORLD_SIZE, 2, {rows: 7}) == 3.5
+    assert [evaluate(shard, ranks, {rows.name: 7}) for ranks in (1, 3, 64)] == [70, 28, 7]
+    assert evaluate(rows / WORLD_SIZE, 2, {rows.name: 7}) == 3.5
 
 
 def test_a_point_evaluates_integers_to_integers() -> None:
-    point = Point(world_size=4, hints={rows: 3})
+    point = Point(world_size=4, hints={rows.name: 3})
     assert (point.value(rows * WORLD_SIZE), type(point.value(rows * WORLD_SIZE))) == (12, int)
     assert point.value(2.5) == 2.5
 
