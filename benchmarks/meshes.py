@@ -76,7 +76,8 @@ def table(shape: tuple[int, int], within: float, between: float, report: Report,
 def main(model: str, folder: Path, rounds: int, axis: str = "replicate", split: str = "4x2") -> None:
     """Measure, and write everything into a folder; `split` is machines x ranks of each, where layers are split."""
     folder.mkdir(parents=True, exist_ok=True)
-    shapes = [map(int, split.split("x"))] if axis == "tp" else SHAPES
+    machines, ranks = map(int, split.split("x"))
+    shapes = [(machines, ranks)] if axis == "tp" else SHAPES
     target = f"benchmarks.models:{model}"
     text = "".join(measure(target, folder, rounds, *shape, splits=axis == "tp") for shape in shapes)
     (folder / "meshes.md").write_text(text)
