@@ -24,7 +24,6 @@ from fxshard.ir import collectives, text
 from fxshard.ir.history import CAPTURED
 from fxshard.plan.policies import Policy, read_policies
 from fxshard.runtime import overlapped_step
-from fxshard.runtime.frame import Frame
 from fxshard.runtime.unit import Unit
 from fxshard.runtime.whole_matrices import WholeMatrices
 from fxshard.sharding import adopt as adopt_module
@@ -323,17 +322,11 @@ def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
     `module` may be compiled or plain. `fxshard.explanation_of` has the graphs after every pass.
     """
     return [
-        _compiled_graph(kind, graph, tuple(frame.calls))
+        _compiled_graph(stage.name, frame.history.last(stage).graph, tuple(frame.calls))
         for frame in frames_of(module)
-        for kind, graph in _final_graphs(frame)
+        for stage in (records[CAPTURED].stage for records in frame.history.stages.values())
+        if stage.runs
     ]
-
-
-def _final_graphs(frame: Frame) -> Iterator[tuple[str, fx.Graph]]:
-    for records in frame.history.stages.values():
-        stage = records[CAPTURED].stage
-        if stage.runs:
-            yield stage.name, frame.history.last(stage).graph
 
 
 def _compiled_graph(kind: str, graph: fx.Graph, calls: tuple[tuple[str, ...], ...]) -> CompiledGraph:

@@ -107,9 +107,8 @@ class Options:
     regional: bool | str = "auto"
     regions: str = "auto"
     verify: bool | str = True
-    passes: Callable[[Any], Any] | None = dataclasses.field(
-        default=None, repr=False
-    )  # compile/cache.py hashes what it returns
+    # compile/cache.py hashes what it returns
+    passes: Callable[[Any], Any] | None = dataclasses.field(default=None, repr=False)
     hardware: str | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

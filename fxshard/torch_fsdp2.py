@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _composable_state as composable_state
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_f
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -221,11 +220,6 @@ def _has_our_axes(mesh_info: Any) -> bool:
     return type(mesh_info) is FSDPMeshInfo and mesh_info.mesh.ndim == 1
 
 
-def mesh_of(mesh_info: Any) -> DeviceMesh:
-    """Return the mesh that FSDP2's description of one is of."""
-    return cast(DeviceMesh, mesh_info.mesh)
-
-
 def placement_on(mesh: DeviceMesh) -> Callable[[int], Any]:
     """Return what makes, of a dimension, what `shard_placement_fn` returns for a parameter on a mesh of its own."""
     info = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)  # one for all: FSDP2 insists
@@ -319,11 +313,6 @@ def why_not_beside(mesh: DeviceMesh, other: DeviceMesh) -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
-
-
-def empty_before(before: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
-    """Return a DTensor of that spec without memory, whose local tensor has that shape."""
-    return DTensor(torch.empty(shape, dtype=dtype, device="meta"), before, requires_grad=False)
 
 
 def outer_root(units: Sequence[Fsdp2Unit]) -> nn.Module | None:

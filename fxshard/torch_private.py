@@ -65,6 +65,15 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 FakeMode = FakeTensorMode
 """While it is on, tensors have shapes, strides, dtypes and devices, but no data."""
 
+mode_of = detect_fake_mode
+"""The fake mode of some tensors, or of the compilation that runs."""
+
+will_run = torch._C._will_engine_execute_node
+"""Whether the running backward comes to a node: not in `autograd.grad` of something before it."""
+
+backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the running backward was called with `retain_graph=True`."""
+
 copying_to = FakeCopyMode
 """`with copying_to(mode): copy.deepcopy(value)` copies tensors to fake ones."""
 
@@ -165,11 +174,6 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
             if isinstance(leaf, FakeTensor):
                 return leaf.fake_mode
     return None
-
-
-def mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode | None:
-    """Return the fake mode of some tensors, or of the compilation that runs."""
-    return detect_fake_mode(tensors)
 
 
 def sizes_when_traced(shape_env: Any) -> Mapping[Any, int]:
@@ -320,16 +324,6 @@ def compiled_nodes(result: Tensor) -> Iterator[Any]:
             yield node
         else:
             waiting.extend(before for before, _ in node.next_functions)
-
-
-def will_run(node: Any) -> bool:
-    """Return whether the running backward comes to a node: not in `autograd.grad` of something before it."""
-    return torch._C._will_engine_execute_node(node)
-
-
-def backward_keeps_graph() -> bool:
-    """Return whether the running backward was called with `retain_graph=True`."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def is_computed_again() -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
 
-from fxshard.ir import graph_edit, ops, signature
+from fxshard.ir import graph_edit, launch_groups, ops, signature
 from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.ir.graph_edit import Splicer
 from fxshard.ir.variant import PLAIN, Variant, accumulator_dtype, in_order
@@ -90,10 +90,8 @@ def _accumulate(splicer: Splicer, accumulator: fx.Node, grads: Sequence[object])
         dtype = torch.promote_types(old.dtype, grad.dtype)  # rounded once, as `old += grad` is
         return [(old.to(dtype) + grad.to(dtype)).to(old.dtype)]
 
-    last = max(inputs)  # nodes compare by their place in the graph
-    while last.next.op == "placeholder":
-        last = last.next
-    (total,), _ = splicer.insert(last.next, add, inputs, ("accumulate", len(inputs)))
+    place = launch_groups.following(max(inputs))  # nodes compare by their place in the graph
+    (total,), _ = splicer.insert(place, add, inputs, ("accumulate", len(inputs)))
     with splicer.graph.inserting_after(total):
         written = splicer.graph.call_function(aten.copy_.default, (accumulator, total))
     written.meta["val"] = accumulator.meta["val"]

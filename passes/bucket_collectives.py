@@ -153,17 +153,11 @@ class BucketCollectives(GraphPass):
 
 @dataclass(frozen=True)
 class _Splitter:
-    """Where a launch is cut besides for its size; nowhere without a `timeline`.
+    """Where a launch is cut besides for its size; nowhere without a `timeline`."""
 
-    Attributes:
-        timeline: of the graph.
-        others: where launches of the graph are needed, or may start, in order; its own among them.
-        at_end: whether nothing hides it; see [Note: the two ends of a graph].
-    """
-
-    timeline: Timeline | None
-    others: Sequence[fx.Node]
-    at_end: bool
+    timeline: Timeline | None  # of the graph
+    others: Sequence[fx.Node]  # where launches of the graph are needed, or may start, in order; its own among them
+    at_end: bool  # whether nothing hides it; see [Note: the two ends of a graph]
 
     def split(
         self, things: Sequence[_T], nbytes: Callable[[_T], int], place: Callable[[_T], fx.Node | None], limits: Limits

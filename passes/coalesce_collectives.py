@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from fxshard.cost.bucket_sizes import copy_seconds
 from fxshard.ir import collectives, launches
-from fxshard.ir.buckets import CollectiveBuilder, GatherBucket, ReduceBucket, UnitGather, buckets_of, sum_dtype
+from fxshard.ir.buckets import CollectiveBuilder, GatherBucket, ReduceBucket, UnitGather, buckets_of
 from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -113,7 +113,7 @@ def _copy_in_seconds(reduction: ReduceBucket, gradient: UnitSlot, ctx: PassConte
     is_sent_as_it_is = (
         bool(shape)
         and shape[0] % unit.world_size == 0
-        and sum_dtype(reduction.terms[gradient]) is reduction.dtype
+        and collectives.sum_dtype(reduction.terms[gradient]) is reduction.dtype
         and collectives.division_of(unit, reduction.dtype).before == 1
     )
     nbytes = reduction.unsharded_bytes_of(gradient, ctx.plan)

@@ -110,9 +110,7 @@ def _run(
     Gathers are left out: when a backward ends, they are done.
     """
     for node in nodes:
-        if not collectives.is_launch(node) or launches.is_models_own(
-            node
-        ):  # the model's own are waited for where they are
+        if not collectives.is_launch(node) or launches.is_models_own(node):  # those are waited for where they are
             compute += costs.seconds.get(node, 0.0)
         elif node.target in collectives.REDUCTIONS:
             link = max(compute, link) + costs.seconds[node]

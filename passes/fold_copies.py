@@ -65,18 +65,12 @@ class FoldCopies(GraphPass):
 
 @dataclass(eq=False)
 class _FoldedCall:
-    """A call of a region, and what may move into it.
-
-    Attributes:
-        before: copies out of gathered buffers, in order.
-        after: what makes buffers to reduce, in order.
-        sent: those buffers.
-    """
+    """A call of a region, and what may move into it."""
 
     node: fx.Node
-    before: list[fx.Node]
-    after: list[fx.Node]
-    sent: list[fx.Node]
+    before: list[fx.Node]  # copies out of gathered buffers, in order
+    after: list[fx.Node]  # what makes buffers to reduce, in order
+    sent: list[fx.Node]  # those buffers
 
     @property
     def given(self) -> list[fx.Node]:

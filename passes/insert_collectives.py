@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import buckets, collectives, ops, signature, text
+from fxshard.ir import collectives, ops, signature, text
 from fxshard.ir.buckets import CollectiveBuilder, ReduceBucket, Reduced, UnitGather
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.memory_budget import require_fit
@@ -100,7 +100,7 @@ def _writes(graph: fx.Graph) -> dict[str, _Written]:
 
 def _reductions(unit: str, written: _Written, ctx: PassContext) -> list[ReduceBucket]:
     grads = dict(sorted(written.grads.items()))
-    dtypes = {slot: buckets.sum_dtype(nodes) for slot, nodes in grads.items()}
+    dtypes = {slot: collectives.sum_dtype(nodes) for slot, nodes in grads.items()}
     groups = collectives.reduce_dtypes(dtypes, ctx.plan.units[unit])
     return [
         ReduceBucket(

@@ -42,9 +42,6 @@ from fxshard.passes.reshard_to_subgroup import ReshardToSubgroup
 from fxshard.passes.sink_waits import SinkWaits
 from fxshard.passes.tag_parameter_views import TagParameterViews
 
-OPTIONAL: tuple[type[GraphPass], ...] = (AccumulateGradients, FuseGradAccumulation, ReadResident)
-"""Passes that no default pipeline runs; the backend itself puts these in, where microbatches are accumulated."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:

@@ -184,7 +184,7 @@ def compiled_model(root: nn.Module) -> nn.Module | None:
     `None` where that is a function which calls it.
     """
     wrappers = [each for each in instances_of(OptimizedModule) if each._orig_mod is root]
-    return next((each for each in (root, *wrappers) if is_compiled_by(each, "fxshard")), None)
+    return next((each for each in (root, *wrappers) if is_compiled_by_us(each)), None)
 
 
 def compiled_around(part: nn.Module) -> nn.Module | None:
@@ -195,9 +195,9 @@ def compiled_around(part: nn.Module) -> nn.Module | None:
     return None
 
 
-def is_compiled_by(module: nn.Module, name: str) -> bool:
-    """Return whether `torch.compile(module)` or `module.compile()` was given the backend called `name`."""
-    return any(getattr(each.backend, "compiler_name", None) == name for each in torch_private.backends_of(module))
+def is_compiled_by_us(module: nn.Module) -> bool:
+    """Return whether `torch.compile(module)` or `module.compile()` was given the backend "fxshard"."""
+    return any(getattr(each.backend, "compiler_name", None) == "fxshard" for each in torch_private.backends_of(module))
 
 
 def refresh_compiled(root: nn.Module) -> None:

@@ -57,9 +57,9 @@ def _traced(gm: fx.GraphModule, parameters: Sequence[bool], options: Options) ->
         traced = _Traced(parameters)
         if options.lower == "eager":
             backend = aot_autograd(
-                fw_compiler=traced.keep_as("forward"),
-                bw_compiler=traced.keep_as("backward"),
-                inference_compiler=traced.keep_as("forward"),
+                fw_compiler=traced.keep,
+                bw_compiler=lambda gm, inputs: traced.keep(gm, inputs, is_backward=True),
+                inference_compiler=traced.keep,
                 partition_fn=traced.partition,
             )
             backend(gm, inputs)
@@ -93,13 +93,8 @@ class _Traced:
         return min_cut_rematerialization_partition(gm, inputs, **kwargs)
 
     def keep(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-        return self._keep("backward" if kwargs.get("is_backward") else "forward", gm, inputs)
-
-    def keep_as(self, kind: str) -> Callable[..., Any]:
-        return lambda gm, inputs: self._keep(kind, gm, inputs)
-
-    def _keep(self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self._graphs[kind] = gm
+        """Keep a graph in place of compiling it."""
+        self._graphs["backward" if kwargs.get("is_backward") else "forward"] = gm
         self._metadata = TracingContext.get().fw_metadata or self._metadata
         return functools.partial(gm.forward)  # never called
 

@@ -21,6 +21,7 @@ from fxshard.ir import collectives, dataflow, ops, signature, tags
 from fxshard.ir.collectives import Segment, SlotIndex, UnitSlot
 from fxshard.ir.dataflow import Flat, Piece, Window
 from fxshard.ir.graph_edit import Decompositions, Splicer, TracedCode, rename
+from fxshard.ir.launch_groups import following
 from fxshard.ir.plan import FramePlan, UnitPlan, qualified
 from fxshard.ir.tags import ShardKey
 from fxshard.ir.verify import slot_layout
@@ -166,12 +167,6 @@ def unit_of(gradient: UnitSlot) -> str:
     return gradient[0]
 
 
-def sum_dtype(terms: Sequence[fx.Node]) -> torch.dtype:
-    """Return the dtype of the sum of some gradients."""
-    dtypes: list[torch.dtype] = [term.meta["val"].dtype for term in terms]
-    return functools.reduce(torch.promote_types, dtypes)
-
-
 class CollectiveBuilder:
     """Writes launches into one graph: call `rewrite`, or `gather` and `reduce` for each bucket, and `close` last."""
 
@@ -275,7 +270,7 @@ class CollectiveBuilder:
             parts = [torch.split(t, n) if len(n) > 1 else [t] for t, n in zip(reduced, numels, strict=True)]
             return list(itertools.chain.from_iterable(parts))
 
-        anchor, name = _after(terms), self._name(list(bucket.calls))
+        anchor, name = following(max(terms)), self._name(list(bucket.calls))
         rule = collectives.division_of(unit, bucket.dtype)
         key = (*unit.groups.items(), rule, unit.all_reduces, bucket.dtype, str(counts), str(numels))
         launched, created = self._splicer.insert(anchor, launch, terms, ("reduce", *key))
@@ -306,7 +301,7 @@ class CollectiveBuilder:
             return [shards[shard] for shard in sorted(outputs)]
 
         key = ("assemble", _layout(self.plan.units[unit]), tuple(segments), tuple(sorted(outputs)))
-        values, _ = self._splicer.insert(_after(nodes), assemble, nodes, key)
+        values, _ = self._splicer.insert(following(max(nodes)), assemble, nodes, key)
         new = signature.results_of(self.graph)
         for shard, value in zip(sorted(outputs), values, strict=True):
             if (copy := ops.copy_to_host_behind(new[outputs[shard]])) is None:
@@ -359,14 +354,6 @@ def _copy_before(place: fx.Node, flat: fx.Node) -> None:
     for node in (copy, flat) if copy is not None else ():
         if node > place:  # nodes compare by their place in the graph
             place.prepend(node)
-
-
-def _after(nodes: Sequence[fx.Node]) -> fx.Node:
-    """Return the first node that comes after all of `nodes` and after the graph's inputs."""
-    place = max(nodes).next  # nodes compare by their place in the graph
-    while place.op == "placeholder":
-        place = place.next
-    return place
 
 
 class _BucketReader:

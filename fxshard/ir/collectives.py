@@ -191,12 +191,7 @@ def _without_large(segment: Segment, plan: UnitPlan) -> list[Segment]:
 
 
 def _is_large(slot: SlotIndex, plan: UnitPlan) -> bool:
-    return _unsharded_bytes(slot, plan) >= ALONE_BYTES
-
-
-def _unsharded_bytes(slot: SlotIndex, plan: UnitPlan) -> int:
-    shard = plan.shards[slot[0]]
-    return shard.slots[slot[1]].full_numel * plan.unsharded_dtype(shard).itemsize
+    return plan.slot(slot).full_numel * plan.unsharded_dtype_of(slot).itemsize >= ALONE_BYTES
 
 
 def launch_parameters(shards: Mapping[int, Tensor], plan: UnitPlan) -> dict[SlotIndex, Tensor]:
@@ -378,6 +373,12 @@ def reduce_inputs(grads: Sequence[Sequence[Tensor]], unit: UnitPlan, dtype: torc
             flat = rows[0].new_zeros(0, dtype=dtype)
         inputs.append(flat / rule.before if rule.before != 1 else flat)
     return inputs
+
+
+def sum_dtype(terms: Sequence[fx.Node]) -> torch.dtype:
+    """Return the dtype of the sum of some gradients."""
+    dtypes: list[torch.dtype] = [term.meta["val"].dtype for term in terms]
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _padded(rows: Tensor, world_size: int) -> Tensor:

@@ -104,7 +104,7 @@ def last_input(graph: fx.Graph) -> fx.Node:
     return last
 
 
-def following(node: fx.Node, moving: Collection[fx.Node]) -> fx.Node:
+def following(node: fx.Node, moving: Collection[fx.Node] = ()) -> fx.Node:
     """Return the first node behind `node` that is no input and not in `moving`."""
     place = node.next
     while place.op == "placeholder" or place in moving:

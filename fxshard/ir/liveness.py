@@ -28,6 +28,7 @@ from torch import Tensor, fx
 
 from fxshard import torch_private
 from fxshard.ir import collectives, ops, tags
+from fxshard.ir.surroundings import leaves
 
 UNBACKED_HINT = 8192
 """What a size that only the data knows counts for."""
@@ -163,13 +164,7 @@ def hint_of(size: int | torch.SymInt) -> int:
 
 def tensors_in(node: fx.Node) -> list[Tensor]:
     """Return the tensors that a node's value consists of, in order; a tuple may hold tuples."""
-    return _tensors_of(node.meta.get("val"))
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for leaf in value for tensor in _tensors_of(leaf)] if isinstance(value, list | tuple) else []
+    return leaves(node.meta.get("val"), Tensor)
 
 
 def _passes_on(node: fx.Node, live: Liveness) -> bool:
@@ -289,8 +284,8 @@ class _Sweep:
         value = parent.meta.get("val")
         if not isinstance(index, int) or not isinstance(value, list | tuple):
             return None
-        before = len(_tensors_of(value[:index]))
-        return self.storages_of[parent][before : before + len(_tensors_of(value[index]))]
+        before = len(leaves(value[:index], Tensor))
+        return self.storages_of[parent][before : before + len(leaves(value[index], Tensor))]
 
     def _known_or_new(self, node: fx.Node, tensor: Tensor, position: int) -> int:
         known = self.by_id.get(torch_private.storage_id(tensor))

@@ -238,18 +238,8 @@ def _source_of_wait(wait: fx.node.Argument, target: torch._ops.OpOverload) -> fx
     return source if isinstance(source, fx.Node) and source.target is target else None
 
 
-def _parameter(shard: Tensor, text: str) -> Tensor:
-    made: Tensor = torch.ops.fxshard.unshard(shard, *marker_arguments(text))
-    return made
-
-
-def implement_prefetched_all_gather(function: Callable[..., list[Tensor]]) -> None:
-    """Set what `fxshard::prefetched_all_gather` does; called once by the runtime."""
-    LIBRARY.impl("prefetched_all_gather", function, "CompositeExplicitAutograd")
-
-
-def implement_on_stream(**functions: Callable[..., Any]) -> None:
-    """Set what ops that run on side streams do, by their names; called once by the runtime."""
+def implement(**functions: Callable[..., Any]) -> None:
+    """Set what ops do, by their names; called once for each, by the runtime for those that it runs."""
     for name, function in functions.items():
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
 
@@ -339,8 +329,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
         (numel,), dtype=dtype, device=device
     ),
 }
-for _name, _kernel in _KERNELS.items():
-    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+implement(**_KERNELS)
 for _name, _kernel in _FAKES.items():
     torch.library.register_fake(f"fxshard::{_name}", _kernel, lib=LIBRARY)
 
@@ -352,14 +341,13 @@ def _refuse(*args: Any) -> Tensor:
     )
 
 
-def _whole(rows: Tensor, dim: int) -> Tensor:
-    return rows.movedim(0, dim).contiguous()
-
-
-LIBRARY.impl("whole", _whole, "CompositeImplicitAutograd")
-LIBRARY.impl("parameter", _parameter, "CompositeImplicitAutograd")
-LIBRARY.impl("unshard", _refuse, "CompositeExplicitAutograd")
-LIBRARY.impl("reduce_grad", _refuse, "CompositeExplicitAutograd")
+_COMPOSITES: dict[str, Callable[..., Tensor]] = {
+    "parameter": lambda shard, text: torch.ops.fxshard.unshard(shard, *marker_arguments(text)),
+    "whole": lambda rows, dim: rows.movedim(0, dim).contiguous(),
+}
+for _name, _kernel in _COMPOSITES.items():
+    LIBRARY.impl(_name, _kernel, "CompositeImplicitAutograd")
+implement(unshard=_refuse, reduce_grad=_refuse)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -121,9 +121,6 @@ class Span:
 
     def copied(self) -> GraphModule:
         """Copy it into a graph of its own."""
-        return self._code_copied()
-
-    def _code_copied(self) -> GraphModule:
         graph, root, env = fx.Graph(), nn.Module(), {}
         for i, node in enumerate(self.reads):
             env[node] = graph.placeholder(f"operand_{i}")
@@ -209,7 +206,7 @@ class CheckpointedSpan(Span):
 
     def copied(self) -> GraphModule:
         """Copy the call, of a function without markers."""
-        graph, body = fx.Graph(), self._code_copied()
+        graph, body = fx.Graph(), super().copied()
         body.meta.update(self._body.meta)
         operands = [graph.placeholder(f"operand_{i}") for i in range(len(self.reads))]
         for operand, node in zip(operands, self.reads, strict=True):

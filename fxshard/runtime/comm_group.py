@@ -40,18 +40,15 @@ from fxshard.ir.plan import BY
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs ask for every overload of a method; torch calls one
 
 
-class CommGroup(_ProcessGroup):  # type: ignore[misc] # see above
-    """A group whose all_gathers and reduce_scatters are calls of `comm`; see [Note: objects that communicate]."""
+class PythonGroup(_ProcessGroup):  # type: ignore[misc] # see above
+    """A process group whose collectives are methods of a subclass."""
 
-    def __init__(self, behind: dist.ProcessGroup, comm: Any, name: str) -> None:
-        super().__init__(behind.rank(), behind.size())
-        self.comm, self.behind = comm, weakref.ref(behind)
-        self._name, self._ranks, self._rank = name, behind.size(), behind.rank()
-        same = [each for known in _groups().values() for each in known if each.comm is comm]
-        self.turns: _Turns = same[0].turns if same else _Turns()
+    def __init__(self, backend: str, name: str, rank: int, ranks: int) -> None:
+        super().__init__(rank, ranks)
+        self._backend, self._name, self._rank, self._ranks = backend, name, rank, ranks
 
     def getBackendName(self) -> str:
-        return "fxshard_comm"
+        return self._backend
 
     def getGroupName(self) -> str:
         return self._name
@@ -64,6 +61,16 @@ class CommGroup(_ProcessGroup):  # type: ignore[misc] # see above
 
     rank, size, name = getRank, getSize, getBackendName
     group_name = property(getGroupName)
+
+
+class CommGroup(PythonGroup):
+    """A group whose all_gathers and reduce_scatters are calls of `comm`; see [Note: objects that communicate]."""
+
+    def __init__(self, behind: dist.ProcessGroup, comm: Any, name: str) -> None:
+        super().__init__("fxshard_comm", name, behind.rank(), behind.size())
+        self.comm, self.behind = comm, weakref.ref(behind)
+        same = [each for known in _groups().values() for each in known if each.comm is comm]
+        self.turns: _Turns = same[0].turns if same else _Turns()
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [input])

@@ -280,17 +280,12 @@ class _UnitRead:
     """All parameters of a unit, launched together, each part waited for when one of its parameters is taken.
 
     They are differentiable with respect to the unit's flats, also for a later read.
-
-    Attributes:
-        unit: whose they are.
-        parameters: what has been taken.
-        watched: the same, as it was then.
     """
 
     def __init__(self, unit: Unit, slot: SlotIndex, *, in_parts: bool, after_forward: bool) -> None:
         self.unit, self._after_forward = unit, after_forward
-        self.parameters: Parameters = {}
-        self.watched: list[_Watched] = []
+        self.parameters: Parameters = {}  # what has been taken
+        self.watched: list[_Watched] = []  # the same, as it was then
         self._are_real = not unit.is_fake  # else there are no ranks, and the trace is ours
         when = "after forward" if after_forward else "outside of graphs"
         agreed = unit.agreed("read", "all_gather", f"all parameters, read {when},")
@@ -336,16 +331,10 @@ class _UnitRead:
 
 
 class _Part:
-    """Parameters of a unit that are sent, waited for and reduced together.
-
-    Attributes:
-        slots: of the parameters that it gives.
-        shards: in which they lie.
-        launched: what is on the link, to be waited for.
-        version: of the unit, when it was launched.
-    """
+    """Parameters of a unit that are sent, waited for and reduced together."""
 
     def __init__(self, unit: Unit, segments: list[Segment], launched: list[Tensor]) -> None:
+        """`launched` is what is on the link, to be waited for."""
         self.unit, self._segments, self.launched, self.version = unit, segments, launched, unit.version()
         sent = {slot for segment in segments for slot in segment}
         index = [(i, j) for i, shard in enumerate(unit.shards) for j in range(len(shard.members))]

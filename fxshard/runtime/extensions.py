@@ -37,6 +37,7 @@ from torch.utils import _pytree as pytree
 from fxshard import torch_private
 from fxshard.errors import ConfigError
 from fxshard.ir.plan import Slot
+from fxshard.runtime.raw import as_bytes
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -159,10 +160,6 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, Tensor) and not torch_private.is_wrapper(value)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
 class Extension:
     """One parameter with hooks: its subclass, and what the hooks make of it.
 
@@ -235,7 +232,7 @@ class Extension:
                     "dtypes and what is no tensor in the metadata must stay the same"
                 )
             for view, tensor in zip(into, inputs, strict=True):
-                view[: tensor.nbytes].copy_(_bytes(tensor))
+                view[: tensor.nbytes].copy_(as_bytes(tensor))
             self.metadata = [tensor.detach().clone() for tensor in metadata]
 
     def _run_pre(self, local: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor], tuple[Any, tuple[Any, ...]]]:

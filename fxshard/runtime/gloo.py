@@ -49,6 +49,8 @@ from fxshard.errors import InvariantError
 from fxshard.ir.plan import EXCHANGING
 from fxshard.options import gloo_interfaces
 from fxshard.runtime import mesh_axes
+from fxshard.runtime.comm_group import PythonGroup
+from fxshard.runtime.raw import as_bytes
 
 BACKEND = "fxshard_gloo"
 
@@ -88,30 +90,12 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
 # ---- reductions
 
 
-_ProcessGroup: Any = dist.ProcessGroup  # its stubs ask for every overload of a method; torch calls one
-
-
-class ExchangeGroup(_ProcessGroup):  # type: ignore[misc] # see above
+class ExchangeGroup(PythonGroup):
     """The reductions of two ranks on `fxshard_gloo`: an all_to_all and a sum; see [Note: reductions on gloo]."""
 
     def __init__(self, name: str, rank: int) -> None:
-        super().__init__(rank, 2)
-        self._behind, self._name, self._rank = name, f"{name}{EXCHANGING}", rank
-
-    def getBackendName(self) -> str:
-        return BACKEND
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def getRank(self) -> int:
-        return self._rank
-
-    def getSize(self) -> int:
-        return 2
-
-    rank, size, name = getRank, getSize, getBackendName
-    group_name = property(getGroupName)
+        super().__init__(BACKEND, f"{name}{EXCHANGING}", rank, 2)
+        self._behind = name
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -122,7 +106,7 @@ class ExchangeGroup(_ProcessGroup):  # type: ignore[misc] # see above
             raise InvariantError(f"units on gloo reduce to a sum or an average, and a graph asks for {op}.")
         behind = torch_private.backend_for(torch_private.process_group_of(self._behind), "cpu")
         received = [torch.empty((2, *output.shape), dtype=output.dtype) for output in outputs]
-        pairs = zip(map(_bytes, received), map(_bytes, inputs), strict=True)
+        pairs = zip(map(as_bytes, received), map(as_bytes, inputs), strict=True)
         works = [behind.alltoall_base(parts, sent, [], []) for parts, sent in pairs]
         return _Exchange(works, outputs, received, is_average=op == dist.ReduceOp.AVG)
 
@@ -151,10 +135,6 @@ class _Exchange(Work):
                 if self._is_average:
                     output.div_(2)
         return True
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 @functools.cache

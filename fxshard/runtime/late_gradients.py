@@ -128,7 +128,7 @@ class LateGradients:
     def wait_and_give(self, keep: int) -> None:
         """`arrive`, without Dynamo."""
         if any(late.mark() is None for late in self._late.values()):
-            self._drop(lambda late: late.mark() is None)
+            self.drop(lambda late: late.mark() is None)
         units = list(dict.fromkeys(reduction.unit for reduction, _ in self._in_flight))
         oldest = set(units[: max(0, len(units) - keep)])
         due = [pair for pair in self._in_flight if pair[0].unit in oldest]
@@ -144,11 +144,8 @@ class LateGradients:
         del self._late[late.sink, late.backward]
         late.sink.forget_late(late.backward)
 
-    def drop(self) -> None:
+    def drop(self, which: Callable[[LateGradient], bool] = lambda late: True) -> None:
         """Wait for what a backward that failed has left, and forget it."""
-        self._drop(lambda late: True)
-
-    def _drop(self, which: Callable[[LateGradient], bool]) -> None:
         dropped = [pair for pair in self._in_flight if which(pair[1])]
         self._in_flight = [pair for pair in self._in_flight if not which(pair[1])]
         for reduction, _ in dropped:

@@ -24,7 +24,7 @@ REFS = "_fxshard_refs"
 """Key in a module's `__dict__`: name of each sharded parameter -> `ParameterRef`."""
 
 TRACED = "_fxshard_traced"
-"""Key in a module's `__dict__`: name -> `ParameterRef.text`, `flat_key(name)` -> its flat; for tracing."""
+"""Key in a module's `__dict__`: name -> `ParameterRef.text`, `traced_key(name, "flat")` -> its flat; for tracing."""
 
 
 class ParameterSettings(NamedTuple):
@@ -71,48 +71,23 @@ def publish(module: nn.Module, name: str, ref: ParameterRef) -> None:
     """Let the module's getter of `name` find the parameter."""
     module.__dict__.setdefault(REFS, {})[name] = ref
     traced = module.__dict__.setdefault(TRACED, {})
-    traced.update({name: ref.text, flat_key(name): ref.flat})
+    traced.update({name: ref.text, traced_key(name, "flat"): ref.flat})
     if ref.layout is not None:
-        traced[layout_key(name)] = ref.layout
+        traced[traced_key(name, "layout")] = ref.layout
     if ref.hooks is not None:
-        traced |= {reader_key(name): ref.hooks.reader, inputs_key(name): ref.hooks.flat}
-        traced |= {input_key(name, i): text for i, text in enumerate(ref.hooks.texts)}
+        traced |= {traced_key(name, "reader"): ref.hooks.reader, traced_key(name, "inputs"): ref.hooks.flat}
+        traced |= {traced_key(name, f"input{i}"): text for i, text in enumerate(ref.hooks.texts)}
         publish_metadata(module, name, ref.hooks.metadata)
 
 
 def publish_metadata(module: nn.Module, name: str, metadata: Sequence[Tensor]) -> None:
     """Let the module's getter of `name` find what the first hook has given beside its inputs."""
-    module.__dict__[TRACED].update({metadata_key(name, i): tensor for i, tensor in enumerate(metadata)})
+    module.__dict__[TRACED].update({traced_key(name, f"metadata{i}"): tensor for i, tensor in enumerate(metadata)})
 
 
-def flat_key(name: str) -> str:
-    """Where a parameter's flat stands; no parameter can be called so."""
-    return f"{name}.flat"
-
-
-def layout_key(name: str) -> str:
-    """Where the layout of a tensor-parallel parameter stands."""
-    return f"{name}.layout"
-
-
-def reader_key(name: str) -> str:
-    """Where the function stands that makes a parameter with hooks of what was gathered."""
-    return f"{name}.reader"
-
-
-def inputs_key(name: str) -> str:
-    """Where the flat of its all-gather inputs stands."""
-    return f"{name}.inputs"
-
-
-def input_key(name: str, number: int) -> str:
-    """Where the marker of one of them stands."""
-    return f"{name}.input{number}"
-
-
-def metadata_key(name: str, number: int) -> str:
-    """Where a tensor of its metadata stands."""
-    return f"{name}.metadata{number}"
+def traced_key(name: str, what: str) -> str:
+    """Return where something of a parameter stands besides its text, such as its "flat": no parameter is called so."""
+    return f"{name}.{what}"
 
 
 def placed(local: Tensor, layout: Layout) -> Tensor:

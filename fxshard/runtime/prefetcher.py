@@ -345,4 +345,4 @@ def _prefetched_all_gather(
     return launched
 
 
-ops.implement_prefetched_all_gather(_prefetched_all_gather)
+ops.implement(prefetched_all_gather=_prefetched_all_gather)

@@ -119,7 +119,7 @@ class ModelContext:
         self.late.end(which)
         self.prefetcher.end_backward(which)
         if which in self._unended:
-            self._end(self.settings.is_last and not self.settings.ended_by_hand)
+            self.end_step(is_last=self.settings.is_last and not self.settings.ended_by_hand)
             self._unended.discard(which)
         self.look_back()
 
@@ -200,11 +200,8 @@ class ModelContext:
             unit.step.replica_sums.drop()
         self.stop_watching_if_idle()
 
-    def end_step(self) -> None:
-        """Do what the end of the last backward of a step does."""
-        self._end(is_last=True)
-
-    def _end(self, is_last: bool) -> None:
+    def end_step(self, *, is_last: bool = True) -> None:
+        """Do what the end of a backward does; by default that of the last one of a step."""
         if is_last:
             self.reduce(unit for unit in self.units if unit.settings.sync)
         for unit in self.units:

@@ -164,7 +164,7 @@ class _Late(Work):
         return True
 
 
-ops.implement_on_stream(
+ops.implement(
     all_gather_on_stream=_all_gather_on_stream,
     reduce_scatter_on_stream=_reduce_scatter_on_stream,
     copy_out=_copy_out,

@@ -54,9 +54,9 @@ def notice(module: nn.Module, name: str) -> None:
 def _look(module: nn.Module, name: str, getter: FrameType) -> None:
     ref, running = module.__dict__[REFS][name], eager.running()
     home = home_of(ref.flat)
-    if (
-        running is None or running.is_backward or home is None or torch_private.is_fake(ref.flat)
-    ):  # fake ones are `explain`'s
+    if running is None or running.is_backward or home is None:
+        return
+    if torch_private.is_fake(ref.flat):  # it is `explain`'s
         return
     module.__dict__[SEEN] = True
     frames = list(_frames(getter))

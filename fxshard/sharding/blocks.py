@@ -65,14 +65,9 @@ class AutoChoice(NamedTuple):
 def choose(
     places: ShardedModules, options: Options, inputs: object, *, fullgraph: bool = False, alone: bool = False
 ) -> AutoChoice:
-    """Choose for "auto"; see [Note: one graph or blocks].
+    """Choose for "auto", for a call with these arguments (`inputs`); see [Note: one graph or blocks].
 
-    Args:
-        places: of the model; keeps what the first call chooses.
-        options: of the backend.
-        inputs: the arguments of the model's call.
-        fullgraph: of `torch.compile`.
-        alone: whether there are no other ranks to agree with.
+    The model's state keeps what its first call chooses. `alone`: there are no other ranks to agree with.
     """
     model, state = places[""]
     blocks = blocks_of(places)

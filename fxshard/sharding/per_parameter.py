@@ -43,14 +43,14 @@ def chooser(mp_policy: MixedPrecisionPolicy, shard_placement_fn: Any, mesh: Devi
     return settings_of
 
 
-def _mesh(fqn: str, mesh_info: object) -> DeviceMesh:
+def _mesh(fqn: str, mesh_info: Any) -> DeviceMesh:
     if not torch_fsdp2.is_our_kind(mesh_info):
         raise ConfigError(
             f"shard_placement_fn returned {mesh_info!r} for {fqn}. The mesh must have one axis, which shards, or two, "
             "of which the first replicates: FSDPMeshInfo(mesh, shard_mesh_dim=0), or HSDPMeshInfo(mesh, "
             "shard_mesh_dim=1, replicate_mesh_dim=0)."
         )
-    return require_mesh(torch_fsdp2.mesh_of(mesh_info))
+    return require_mesh(mesh_info.mesh)
 
 
 def _dim(fqn: str, parameter: nn.Parameter, placement: object, num_ranks: int) -> int:

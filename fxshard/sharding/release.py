@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed.fsdp as fsdp2
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -194,10 +194,10 @@ def _free(unit: Unit) -> None:
 
 def _whole_on_meta(member: Member) -> nn.Parameter:
     parameter, parallel = member.parameter, member.tensor_parallel
+    shape = parameter.shape if parallel is None else parallel.shape
+    empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
     if parallel is not None:
-        empty: Tensor = torch_fsdp2.empty_before(parallel.before, parallel.shape, parameter.dtype)
-    else:
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        empty = DTensor(empty, parallel.before, requires_grad=False)
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 

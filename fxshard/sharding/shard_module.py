@@ -92,8 +92,9 @@ def shard(
         device_type, own = "cpu" if told.offload else on.device_type, replace(told, reshard_after_forward=reshards[on])
         members = _members(part, settings, on, device_type, within if on is mesh else None)
         units += (Unit(modules, members, on, own, subgroup_for(on, own)),)
-    for unit in units:
-        _register(unit)
+    for member in (member for unit in units for member in unit.members):
+        for module, name in member.owners:
+            module._parameters[name] = member.parameter
     install(modules, units, told.mp_policy)
     ignore(modules, skip)
     return units
@@ -170,12 +171,6 @@ def _members(
 def subgroup_for(mesh: DeviceMesh, told: UnitSettings) -> dist.ProcessGroup | None:
     """Return the ranks that share the parameters between forward and backward, if not all of the mesh's do."""
     return process_groups.subgroup_of(mesh, told.subgroup_size) if told.subgroup_size else None
-
-
-def _register(unit: Unit) -> None:
-    for member in unit.members:
-        for module, name in member.owners:
-            module._parameters[name] = member.parameter
 
 
 def _owners(modules: Sequence[nn.Module], skip: frozenset[nn.Parameter]) -> list[Taken]:

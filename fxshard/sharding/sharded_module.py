@@ -422,9 +422,7 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = No
             regional.compile_as_wanted(states_under(module), callback, (args, kwargs))
             known.options_from = compiled_by
         elif compiled_by is None and known.options_from is not None and torch_private.backward_id() is None:
-            known.options_from = (
-                None  # as uncompiled as a model of one graph is here; a recomputation is as its forward
-            )
+            known.options_from = None  # as uncompiled as one graph is here; a recomputation is as its forward
             regional.forget_blocks(states_under(module))
         for unit in state.nested:
             unit.check()

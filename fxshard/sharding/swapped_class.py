@@ -22,19 +22,7 @@ from torch.distributed.tensor import DTensor
 from fxshard import torch_private
 from fxshard.errors import ConfigError
 from fxshard.runtime import eager, uncompiled_warning
-from fxshard.runtime.parameters import (
-    REFS,
-    TRACED,
-    ParameterRef,
-    flat_key,
-    full_tensor_of,
-    input_key,
-    inputs_key,
-    layout_key,
-    metadata_key,
-    placed,
-    reader_key,
-)
+from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, full_tensor_of, placed, traced_key
 from fxshard.sharding.fixed_places import PARAMETRIZED, member_at
 from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, units_under
 
@@ -51,9 +39,10 @@ _read_eagerly = torch.compiler.disable(_read)
 
 
 def _getter(name: str, dim: int, is_tensor_parallel: bool, num_inputs: int, num_metadata: int) -> property:
-    its_flat, its_layout, its_reader, its_inputs = flat_key(name), layout_key(name), reader_key(name), inputs_key(name)
-    inputs = tuple(input_key(name, i) for i in range(num_inputs))
-    metadata = tuple(metadata_key(name, i) for i in range(num_metadata))
+    its_flat, its_layout = traced_key(name, "flat"), traced_key(name, "layout")
+    its_reader, its_inputs = traced_key(name, "reader"), traced_key(name, "inputs")
+    inputs = tuple(traced_key(name, f"input{i}") for i in range(num_inputs))
+    metadata = tuple(traced_key(name, f"metadata{i}") for i in range(num_metadata))
 
     @torch_private.run_this_frame_eagerly
     def get(self: nn.Module) -> Any:
@@ -71,9 +60,8 @@ def _getter(name: str, dim: int, is_tensor_parallel: bool, num_inputs: int, num_
             if dim:
                 return torch.ops.fxshard.whole(torch.ops.fxshard.parameter(*what), dim)
             return torch.ops.fxshard.parameter(*what)
-        if (
-            callback := torch_private.eval_frame_callback()
-        ) is False:  # a C function: a Python one would be offered to Dynamo
+        callback = torch_private.eval_frame_callback()  # a C function: a Python one would be offered to Dynamo
+        if callback is False:
             uncompiled_warning.refuse_fallback(self, name)
         if name not in self._parameters:
             return nn.Module.__getattr__(self, name)

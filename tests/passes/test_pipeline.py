@@ -13,10 +13,11 @@ import pytest
 from fxshard.compile.cache import digest
 from fxshard.hardware import BUILTIN
 from fxshard.ir.plan import FramePlan
+from fxshard.ir.variant import PLAIN
 from fxshard.options import Options
 from fxshard.passes._base import GraphPass
 from fxshard.passes.dedup_unshard import DedupUnshard
-from fxshard.passes.pipeline import DEFAULT, OPTIONAL, Pipeline, default
+from fxshard.passes.pipeline import DEFAULT, Pipeline, default, of_variant
 
 ROOT = Path(__file__).parents[2]
 NOT_PASSES = ("__init__", "_base", "_manager", "pipeline")
@@ -36,10 +37,10 @@ def pass_of(module: str) -> type[GraphPass]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_finds_every_pass_in_the_pipeline_or_among_the_optional_ones(module: str) -> None:
+def test_finds_every_pass_in_a_pipeline_or_a_variant(module: str) -> None:
     pipelines = (DEFAULT, default(regions="auto", prefetch="auto"))
-    used = {type(step) for each in pipelines for stage in fields(each) for step in getattr(each, stage.name)}
-    assert pass_of(module) in used | set(OPTIONAL)
+    used = [step for each in pipelines for stage in fields(each) for step in getattr(each, stage.name)]
+    assert pass_of(module) in map(type, [*used, *of_variant(DEFAULT.split, PLAIN, "inductor")])
 
 
 @pytest.mark.parametrize("module", MODULES)

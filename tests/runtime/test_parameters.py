@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import fully_shard
 from fxshard.ir import ops
-from fxshard.runtime.parameters import ParameterRef, flat_key
+from fxshard.runtime.parameters import ParameterRef, traced_key
 from tests.graphs import Layers
 from tests.numerics.harness import EAGER
 
@@ -26,7 +26,7 @@ def test_a_reference_as_text_gives_the_arguments_of_the_marker(shape: tuple[int,
 
 def test_no_parameter_can_be_called_as_a_flat_is() -> None:
     with pytest.raises(KeyError, match="contain"):
-        nn.Module().register_parameter(flat_key("weight"), nn.Parameter(torch.ones(1)))
+        nn.Module().register_parameter(traced_key("weight", "flat"), nn.Parameter(torch.ones(1)))
 
 
 def test_a_parameter_more_is_one_guard_more(mesh: DeviceMesh) -> None:

@@ -188,10 +188,6 @@ def _require_ready(roots: list[nn.Module], unsharded: dict[str, nn.Parameter]) -
                 f"parameters have gradients from before the first compiled call: {', '.join(used)}. Set them to None "
                 "(optimizer.zero_grad()) first, or call fxshard.fully_shard(model) before using the model."
             )
-    _require_all_unsharded(roots)
-
-
-def _require_all_unsharded(roots: list[nn.Module]) -> None:
     if any(units_under(root) for root in roots):
         raise ConfigError(
             "part of the model is sharded and part is not. Shard all of it before compiling: fully_shard on the inner "

@@ -39,7 +39,7 @@ def refuse_compiled(parameters: Sequence[Tensor], models: Sequence[nn.Module]) -
     for kind, advice in _ADVICE.items():
         is_taken = any(kind in type(model).__mro__ and has(model) for model in models)
         for model in models if is_taken else ():
-            compiled = dynamo.is_compiled_by(model, "fxshard") and has(model)
+            compiled = dynamo.is_compiled_by_us(model) and has(model)
             if compiled and (found := _around(model, kind)) is not None:
                 raise ConfigError(advice(found))
 

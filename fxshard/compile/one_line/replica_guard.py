@@ -69,7 +69,7 @@ def _replicas(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> list
     for model in models if wanted else ():  # of any program that imports fxshard
         units = units_under(model)
         ignored = {id(p) for unit in units for p in unit.settings.ignored}
-        is_ours = bool(units) or dynamo.is_compiled_by(model, "fxshard")
+        is_ours = bool(units) or dynamo.is_compiled_by_us(model)
         for name, parameter in model.named_parameters() if is_ours else ():
             if id(parameter) in wanted - ignored and len(name) > len(found.get(id(parameter), "")):
                 found[id(parameter)] = name.removeprefix("_orig_mod.")

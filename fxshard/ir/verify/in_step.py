@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxshard.ir import collectives, dataflow, ops
+from fxshard.ir import collectives, ops
 from fxshard.ir.verify import baseline
 from fxshard.ir.verify.baseline import Subject
 from fxshard.ir.verify.invariants import Violation
+from fxshard.ir.verify.objects import cut_shards
 
 
 def zero_gradients_are_of_their_parameters(subject: Subject) -> Iterator[Violation]:
@@ -38,11 +39,7 @@ def units_in_step_are_moved_whole(subject: Subject) -> Iterator[Violation]:
     """Of a unit that other ranks use in other ways, shards are gathered whole, and all that is trained is reduced."""
     units = subject.baseline.plan.units
     for launch in (each for each in subject.launches if each.target in collectives.GATHERS):
-        for value in subject.flow.sent_by(launch):
-            if isinstance(value, dataflow.Flat) and units[value.unit].reduces_unused:
-                numel = units[value.unit].shards[value.shard].numel
-                if value.numel != numel:
-                    yield launch, f"it sends {value.numel} of {numel} elements of shard {value.shard}"
+        yield from ((launch, why) for flat, why in cut_shards(subject, launch) if units[flat.unit].reduces_unused)
     for output, (key, shard) in subject.baseline.gradients.items():
         for slot, place in baseline.parameter_keys_of(subject.baseline.plan, key, shard):
             if units[key].reduces_unused and not subject.baseline.promised.get(place):

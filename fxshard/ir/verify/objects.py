@@ -26,7 +26,7 @@ def objects_are_given_whole_units(subject: Subject) -> Iterator[Violation]:
         if len(served) > 1:
             yield launch, f"it serves {', '.join(served)}, of which an object does one at a time"
         elif is_gather:
-            yield from ((launch, why) for why in _cut_shards(subject, launch))
+            yield from ((launch, why) for _, why in cut_shards(subject, launch))
         else:
             sent = slot_layout.sent_by(launch, subject.flow)
             reduced.update((served[0], each.dtype) for each in sent if each is not None)
@@ -37,9 +37,10 @@ def objects_are_given_whole_units(subject: Subject) -> Iterator[Violation]:
                 )
 
 
-def _cut_shards(subject: Subject, launch: fx.Node) -> Iterator[str]:
+def cut_shards(subject: Subject, launch: fx.Node) -> Iterator[tuple[dataflow.Flat, str]]:
+    """Find shards of which an all_gather sends a part: yield the part, and how large it is."""
     for value in subject.flow.sent_by(launch):
         if isinstance(value, dataflow.Flat):
             numel = subject.baseline.plan.units[value.unit].shards[value.shard].numel
             if value.numel != numel:
-                yield f"it sends {value.numel} of {numel} elements of shard {value.shard}"
+                yield value, f"it sends {value.numel} of {numel} elements of shard {value.shard}"

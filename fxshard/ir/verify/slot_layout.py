@@ -6,7 +6,6 @@ import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import fx
 
 from fxshard.ir import collectives, dataflow
@@ -111,7 +110,7 @@ def wrong_ranks(launch: fx.Node, unit: UnitPlan) -> Iterator[str]:
 
 def wrong_reduction(launch: fx.Node, sent: Concat, row: GradientRow, unit: UnitPlan, shard: ShardPlan) -> Iterator[str]:
     """Say how a launch reduces a gradient otherwise than planned."""
-    default = shard.gradient_dtype if REDUCES_IN_STORAGE_DTYPE or shard.grad_dtype else _dtype_of(row)
+    default = shard.gradient_dtype if REDUCES_IN_STORAGE_DTYPE or shard.grad_dtype else collectives.sum_dtype(row.terms)
     expected = unit.reduce_dtype or default
     rule = collectives.division_of(unit, expected)
     if sent.dtype is not expected:
@@ -154,12 +153,3 @@ def wrong_result(piece: Piece, unit: UnitPlan, shard: ShardPlan) -> Iterator[str
         yield f"expected division by {after:g} after the reduction, found {found:g}"
     if piece.dtype is not shard.gradient_dtype:
         yield f"expected the gradient in {shard.gradient_dtype}, found {piece.dtype}"
-
-
-def _dtype_of(row: GradientRow) -> torch.dtype:
-    """Return the dtype in which the gradient was computed, before any cast for the reduction."""
-    dtypes = [term.meta["val"].dtype for term in row.terms]
-    total: torch.dtype = dtypes[0]
-    for dtype in dtypes[1:]:
-        total = torch.promote_types(total, dtype)
-    return total
