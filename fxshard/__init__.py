@@ -20,7 +20,7 @@ from fxshard.api import (
 )
 from fxshard.compile.backend import fxshard as _backend
 from fxshard.compile.dynamo import register_backend as _register_backend
-from fxshard.compile.one_line.replica_guard import guard_optimizers as _guard_optimizers
+from fxshard.compile.one_line.refusals import guard_optimizers as _guard_optimizers
 from fxshard.errors import (
     CheckpointError,
     ConfigError,

@@ -23,8 +23,8 @@ TORCH_ATTRIBUTES = (
         "_spec _local_tensor",
         "a DTensor",
         (
-            "runtime/gradients.py runtime/flat_shard.py runtime/optimizer_layout.py runtime/parameters.py "
-            "runtime/tensor_parallel.py sharding/adopt.py ir/meshes.py"
+            "runtime/gradients.py runtime/flat_shard.py runtime/parameters.py runtime/tensor_parallel.py "
+            "sharding/adopt.py ir/meshes.py"
         ),
         "make and read DTensors without autograd and checks",
     ),

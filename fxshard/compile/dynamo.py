@@ -1,24 +1,31 @@
-"""What Dynamo captured: which inputs are flats, which unit and call each marker belongs to, what is not sharded."""
+"""What Dynamo captured: which inputs are flats, what is not sharded; and compiling without a trace."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
+from types import CodeType, FunctionType
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.eval_frame import OptimizedModule, set_code_exec_strategy
+from torch._dynamo import pgo
+from torch._dynamo.convert_frame import Tracker, input_codes, output_codes
+from torch._dynamo.eval_frame import OptimizedModule, cached_backends, set_code_exec_strategy
 from torch._dynamo.exc import BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.utils import CleanupManager, counters
 from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
-from fxshard.live_objects import instances_of
+from fxshard.live_objects import instances_of, referrers_of
 from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.parameters import TRACED
 from fxshard.sharding.sharded_module import ParameterOwner, plain_module
@@ -226,3 +233,53 @@ def register_backend(backend: Callable[..., Any], name: str) -> None:
     """Make `torch.compile(backend=name)` find `backend` when the package is imported but not installed."""
     if name not in entry_points(group="torch_dynamo_backends").names:
         torch._dynamo.register_backend(backend, name=name)
+
+
+@contextmanager
+def untouched_dynamo() -> Iterator[None]:
+    """Have Dynamo forget, at the end, everything that it compiled inside.
+
+    [Note: Dynamo's caches]
+    Dynamo keeps what it compiles with code objects, which all instances of a class share. Compiling a copy of a model
+    adds entries that the model's own calls would search and count against the recompile limit, and no entry can be
+    removed by itself. So functions that Dynamo knows already run with a copy of their code meanwhile, and code that it
+    came to know is reset afterwards, flags included. Sizes noted for automatic dynamic shapes (by file and line, not by
+    code object), backends, counters and the lists of code that Dynamo has seen are put back, and what Dynamo put among
+    the globals of the model's modules (compiled graphs, functions that resume after a graph break) is removed. Limit: a
+    function that is defined anew in every call shares the code of its earlier definitions; if Dynamo knows that,
+    entries are added to it.
+    """
+    known = {id(code): code for code in [*_alive(input_codes), *_alive(output_codes)]}
+    borrowed = [(function, function.__code__) for function in _functions_of(known)]
+    sizes, counts = copy.deepcopy(dict(pgo.get_code_state())), copy.deepcopy(dict(counters))
+    backends = {*cached_backends}
+    for function, code in borrowed:
+        function.__code__ = code.replace()
+    try:
+        yield
+    finally:
+        for function, code in borrowed:
+            function.__code__ = code
+        for code in _alive(input_codes):
+            if id(code) not in known:
+                reset_code(code)
+        for code in _alive(output_codes):
+            if id(code) not in known and code in CleanupManager.instance:
+                CleanupManager.instance._remove_id(id(code))
+        for tracker in (input_codes, output_codes):  # else the next one inside would look for its functions
+            tracker.seen[:] = [each for each in tracker.seen if (seen := each()) is not None and id(seen) in known]
+            tracker.seen_ids.intersection_update(known)
+        for current, saved in ((pgo.get_code_state(), sizes), (counters, counts)):
+            current.clear()
+            current.update(cast(Any, saved))
+        for key in cached_backends.keys() - backends:
+            del cached_backends[key]
+
+
+def _alive(codes: Tracker) -> list[CodeType]:
+    return [code for reference in codes.seen if (code := reference()) is not None]
+
+
+def _functions_of(codes: dict[int, CodeType]) -> list[FunctionType]:
+    owners = referrers_of(*codes.values()) if codes else []
+    return [owner for owner in owners if type(owner) is FunctionType and id(owner.__code__) in codes]

@@ -5,7 +5,7 @@ Nothing that a pass decides depends on a value, so `explain` compiles a copy who
 process group, any number of ranks. The copy is what the ranks would have: a sharded model is copied as it was before
 `fully_shard` and sharded again in the same units; an unsharded one is sharded as the one-line path would. The model
 itself is only read. The fake model shares the code of its classes, which is why it runs under
-`dynamo_cache.untouched_dynamo`. Tensor-parallel parameters stay on the mesh that they are on, and their units on
+`dynamo.untouched_dynamo`. Tensor-parallel parameters stay on the mesh that they are on, and their units on
 theirs, for what the model does with DTensors names it, too: its groups exist, and nothing is sent over them.
 """
 
@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import torch_private
-from fxshard.compile import dynamo_cache
+from fxshard.compile import dynamo
 from fxshard.compile.one_line import first_call
 from fxshard.compile.one_line.units import make_units
 from fxshard.errors import ConfigError
@@ -107,7 +107,7 @@ class FakeModel:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Compile and call the model in this context, on what `inputs` returned."""
-        with dynamo_cache.untouched_dynamo(), self.replica.faking():
+        with dynamo.untouched_dynamo(), self.replica.faking():
             yield
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -32,7 +32,7 @@ The other ops:
 - `fxshard::prefetched_all_gather` takes an all_gather that was launched ahead, or launches it: [Note: prefetch across
   graphs].
 - `fxshard::copy_to_device` and `fxshard::copy_to_host` copy the shard of a unit that is offloaded, and its gradient:
-  [Note: offloaded shards] in `runtime/host_copies.py`. Each result is waited for as a collective's.
+  [Note: offloaded shards] in `runtime/streams.py`. Each result is waited for as a collective's.
 - `fxshard::all_gather_on_stream` and `fxshard::reduce_scatter_on_stream` cast and send, `fxshard::copy_out` waits for a
   gathered buffer and copies a part of it, all on a side stream: [Note: side streams]. Each result is waited for as a
   collective's.

@@ -35,7 +35,7 @@ from fxshard.inspect.replica import Replica
 from fxshard.ir.collectives import ALONE_BYTES
 from fxshard.ir.planned_block import is_backward, number_of, planned_block, text_of
 from fxshard.plan.optimizers import adamw
-from fxshard.sharding.mixed_precision import cast_inputs
+from fxshard.sharding.call_values import cast_inputs
 
 
 @dataclass(frozen=True, kw_only=True)

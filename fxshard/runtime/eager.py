@@ -38,7 +38,7 @@ from fxshard import torch_private
 from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import collectives, writes
 from fxshard.ir.collectives import Segment, SlotIndex
-from fxshard.runtime import host_copies, profiler_ranges, rank_check, unsharded_cache
+from fxshard.runtime import profiler_ranges, rank_check, streams, unsharded_cache
 from fxshard.runtime.flat_shard import home_of
 from fxshard.runtime.late_gradients import Reduction
 from fxshard.runtime.parameters import ParameterRef
@@ -297,9 +297,7 @@ class _UnitRead:
     def _launched(self, in_parts: bool) -> list[_Part]:
         unit, shards = self.unit, dict(enumerate(shard.flat for shard in self.unit.shards))
         with profiler_ranges.of_unit(unit.fqn):
-            launching = collectives.launch_unshard(
-                host_copies.on_device(shards, unit.plan), unit.plan, in_parts=in_parts
-            )
+            launching = collectives.launch_unshard(streams.on_device(shards, unit.plan), unit.plan, in_parts=in_parts)
             first = next(launching)
         unit.model.prefetcher.prefetch_first()
         with profiler_ranges.of_unit(unit.fqn):
@@ -398,7 +396,7 @@ def _reduce(unit: Unit, written: Parameters, shards: list[int]) -> list[Tensor |
 
     @functools.cache
     def arrived() -> dict[int, Tensor]:
-        return host_copies.on_host(collectives.arrived_grads(launched, mean), unit.plan)
+        return streams.on_host(collectives.arrived_grads(launched, mean), unit.plan)
 
     given: dict[int, Tensor | None] = dict.fromkeys(shards)
     for i in dict.fromkeys(i for i, _ in written):

@@ -3,8 +3,8 @@
 [Note: late gradients]
 A block that is compiled by itself launches its reduction at the end of its backward graph. If the graph waited for it,
 nothing would run beside it. So the graph returns the buffer as it is (`HandOffReductions`), autograd is given no
-gradient for the flat, and the buffer is kept here. So it is with gradients of parameters that code outside of graphs
-has read (`eager.py`). It is waited for
+gradient for the flat, and the buffer is kept here, as are gradients of parameters that code outside of graphs has read
+(`eager.py`). It is waited for
 
 - when a later graph or reduction of the same backward begins and those of more than `keep` units are in flight: what
   they send and bring takes memory, and the same number is allowed in a graph (`reduce_scatter_max_input_buffers`);
@@ -13,11 +13,10 @@ has read (`eager.py`). It is waited for
 
 Autograd comes to a flat when all graphs that give it a gradient have run: a block may be called at several places. Only
 then is it known that the gradient is whole, and wanted: `backward(inputs=...)` may leave it out. Its parts are added in
-the order of their graphs, as autograd would add them, and go to the parameters at once.
+the order of their graphs, as autograd would, and go to the parameters at once.
 
-A unit whose parameters have hooks is waited for at once, and so is one with an all_reduce hook, with an all_reduce over
-replicas that is still to come, or with a part that was reduced separately. Other code that reads `.grad` in
-mid-backward may find None.
+Waited for at once: a unit whose parameters have hooks, or with an all_reduce hook, an all_reduce over replicas that is
+still to come, or a part that was reduced separately. Other code that reads `.grad` in mid-backward may find None.
 
 A backward that fails leaves late gradients behind. The reductions are waited for (other ranks take part in them), and
 what they brought is dropped: at the next forward, or before anything is given. That a backward has failed shows in a

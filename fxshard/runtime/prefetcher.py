@@ -3,36 +3,34 @@
 [Note: prefetch across graphs]
 A model that breaks into several graphs, or is compiled block by block, would gather at the start of each graph with
 nothing to hide it. So the first launches of a graph are `fxshard::prefetched_all_gather`, which takes what is in flight
-already, and the last one also launches what the first unit of the next graph will take: all of it, for what is launched
-later stands on the link behind the reductions of the graph before. The prefetcher remembers what was taken after what,
-separately for forward and backward. What was launched and is not taken (the model went another way this time) is
-dropped. All ranks see the same requests, so they launch the same. But where fewer ranks share some units of a model
-(experts), and these get no rows, their ranks see fewer requests than others: so there a request is guessed only if its
-ranks are a proper subset of those of the unit before it.
+already, and the last one also launches what the first unit of the next graph will take: all of it, for later launches
+stand on the link behind the reductions of the graph before. The prefetcher remembers what was taken after what,
+separately for forward and backward. What is not taken (the model went another way this time) is dropped. All ranks see
+the same requests, so they launch the same. But where fewer ranks share some units (experts), and these get no rows,
+their ranks see fewer requests: there a request is guessed only if its ranks are a proper subset of those of the unit
+before it.
 
 A guess does not reach over the end of the outermost module's call or of a backward: an optimizer may step there. A call
 that activation checkpointing repeats is part of its backward. Where code outside of graphs comes first (an embedding in
 forward, a head and a loss in backward), the first graph's launch is guessed before that code runs.
 
-What ranks guess must be the same, so after a RankMismatchError they forget what they have seen.
-
-A rank whose next graph gathers, and is not the one that came the last time, waits for the others before it launches,
-although it may know that path as well: if they go the usual way, its launches would meet theirs of other sizes, which
-ends the process on gloo.
+Ranks must guess the same, so after a RankMismatchError they forget what they have seen. A rank whose next graph
+gathers, and is not the one that came the last time, waits for the others before it launches, even if it knows that
+path: if they go the usual way, its launches would meet theirs of other sizes, which ends the process on gloo.
 
 [Note: after a step]
 When an optimizer that the user gave to `overlap_step` has stepped, what the next forward takes first is launched:
-`zero_grad`, logging and the copy of the next batch hide it. A write that torch counts makes it old; it is then dropped
-and launched again, on all ranks, for they all write. A write that torch does not count (`.data`, `torch._foreach_*`,
-`to_local()`) may change one rank's rows and no other's, so it cannot be repeated: each rank keeps a copy of the rows
-that it sent and compares it before the forward, and an unseen write is an error.
+`zero_grad`, logging and the copy of the next batch hide it. After a write that torch counts it is dropped and launched
+again, on all ranks, for they all write. A write that torch does not count (`.data`, `torch._foreach_*`, `to_local()`)
+may change the rows of one rank only, so the gather cannot be repeated: each rank compares a copy of the rows that it
+sent before the forward, and an unseen write is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -42,13 +40,53 @@ from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
 from fxshard.ir.plan import BY
-from fxshard.runtime import eager, rank_check, unsharded_cache
-from fxshard.runtime.all_gather_request import AllGatherRequest, Key
+from fxshard.runtime import eager, profiler_ranges, rank_check, streams, unsharded_cache
 from fxshard.runtime.flat_shard import home_of
 from fxshard.runtime.unsharded_cache import Gathered, UnshardedCache, Why
 
 if TYPE_CHECKING:
     from fxshard.runtime.unit import Unit
+
+
+_c10d = torch.ops._c10d_functional
+
+Key = tuple[int, torch.dtype, tuple[tuple[int, int], ...]]
+"""What tells a request from others: address of the flat, dtype, parts."""
+
+
+class AllGatherRequest(NamedTuple):
+    """One all_gather of parts of a flat."""
+
+    unit: Unit | None  # for which, `None` for a flat that belongs to none
+    flat: Tensor  # this rank's shard, `[shard_numel]`
+    dtype: torch.dtype  # in which it is sent
+    parts: tuple[tuple[int, int], ...]  # (first element, number of elements) of each tensor that is sent
+    world_size: int  # ranks
+    group: str  # name of their process group
+    stream: str = ""  # on which it is cast and launched; empty for the current one
+    guess: bool = False  # whether it may be launched where no list of the user says so
+
+    @property
+    def key(self) -> Key:
+        """What tells it from others."""
+        return self.flat.data_ptr(), self.dtype, self.parts
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """What a launch must have in common with that of another rank which it meets."""
+        return self.dtype, self.world_size, [numel for _, numel in self.parts]
+
+    def launch(self) -> list[Tensor]:
+        """Start it; each result is `[world_size * numel]`, to be waited for."""
+        flat = self.flat.detach()
+        joiner = streams.copy_out_stream(self.stream, flat.device)
+        name = self.unit.fqn if self.unit is not None else ""
+        with profiler_ranges.of_unit(name), streams.on_side_stream(self.stream, flat.device):
+            (sent,) = streams.cast_to_send([flat], self.dtype, joiner)
+            inputs = [sent[start : start + numel] for start, numel in self.parts]
+            if len(inputs) == 1:
+                return [_c10d.all_gather_into_tensor(inputs[0], self.world_size, self.group)]
+            return list(_c10d.all_gather_into_tensor_coalesced(inputs, self.world_size, self.group))
 
 
 @dataclass

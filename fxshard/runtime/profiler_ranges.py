@@ -6,9 +6,8 @@
 
 [Note: ranges]
 Generated code launches collectives by itself. So while a profiler runs, a graph runs under a dispatch mode that sees
-every op, knows from the graph which unit each launch is for, and recognises a wait by the buffer it waits for. That
-makes every op a little slower, in the profile alone: without a profiler, a flag and the
-stack of modes are looked at per run of a graph.
+every op, knows from the graph which unit each launch is for, and recognises a wait by the buffer it waits for. Ops are
+slower under it; without a profiler only a flag and the stack of modes are looked at per run of a graph.
 
 The same mode is on under the policy of selective activation checkpointing, to hide what it recognises. A policy that
 saves `wait_tensor`, for the model's own collectives, would keep parameters unsharded until backward, and nobody would

@@ -31,10 +31,10 @@ from torch.utils._pytree import tree_leaves
 from fxshard import torch_private
 from fxshard.errors import ConfigError, RankMismatchError, UnsupportedGraph
 from fxshard.ir import collectives
-from fxshard.runtime import host_copies, profiler_ranges, rank_check, unsharded_cache
+from fxshard.runtime import profiler_ranges, rank_check, streams, unsharded_cache
 from fxshard.runtime.accumulation import Waiting
 from fxshard.runtime.late_gradients import BackwardMark, LateGradients
-from fxshard.runtime.optimizer_layout import lay_as_parameters
+from fxshard.runtime.parameters import lay_as_parameters
 from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.unsharded_cache import UnshardedCache
 from fxshard.unit_settings import BackwardSettings
@@ -321,7 +321,7 @@ class StepHooks:
         self.models: weakref.WeakSet[ModelContext] = weakref.WeakSet()  # that live
         # whether anything of any model waits or is resident. Dynamo guards on it where a step is compiled.
         self.holds = False
-        # whether a model has had parameters that lie in another memory order than FSDP2's: `optimizer_layout.py`.
+        # whether a model has had parameters that lie in another memory order than FSDP2's: [Note: memory order].
         self.lays = False
 
     def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -416,5 +416,5 @@ def _reduce(unit: Unit, slots: Waiting) -> list[ReducedFlat]:
         torch.no_grad(),
     ):
         reduced = collectives.reduce_grads(unit.step.accumulation.take(slots), unit.step.replica_sums.plan())
-        reduced = host_copies.on_host(reduced, unit.plan)
+        reduced = streams.on_host(reduced, unit.plan)
     return [(unit.shards[i], grad, [slot for index, slot in slots if index == i]) for i, grad in reduced.items()]

@@ -15,13 +15,24 @@ the host never does. Three rules keep memory safe, without a check at run time:
 The CPU has no streams. There a cast runs at once, and a copy at its join, the last moment at which a stream could run
 it: what is freed or overwritten too early shows as a wrong number.
 
+[Note: offloaded shards]
+The shards of an *offloaded* unit are in the host's memory; so are their gradients, and the optimizer's state, and there
+it steps: FSDP2's `CPUOffloadPolicy`. What is gathered and reduced is on the device. So a shard is copied to the device
+before it is sent, `fxshard::copy_to_device`, and the reduced gradient of a shard to the host, `fxshard::copy_to_host`.
+Both are launches: they run on a stream of their own for each direction, and each has a wait. For a copy to the device
+the current stream waits; for one to the host the host itself does, since a CPU reads the gradient next. So when a
+backward has given a gradient, all copies that went before it are done, and the optimizer may write.
+
+In graphs `passes/offload_shards.py` puts them; `passes/hoist_copies.py` and `passes/chain_reductions.py` say when they
+run.
+
 As FSDP2's `all_gather_copy_in_stream` (`_fsdp_param_group.py`), and the works of `torch.distributed._symmetric_memory`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +42,7 @@ from torch.distributed.distributed_c10d import Work
 
 from fxshard import torch_private
 from fxshard.ir import collectives, ops, tags
+from fxshard.ir.plan import UnitPlan
 
 _c10d = torch.ops._c10d_functional
 
@@ -128,6 +140,24 @@ def _copy_to_host(gradient: Tensor, pinned: bool, stream: str) -> Tensor:
         copy.copy_(gradient, non_blocking=pinned)
         torch_private.register_work(copy, _JoinedByHost(side.record_event(), gradient.device, gradient))
     return copy
+
+
+def on_device(shards: Mapping[int, Tensor], plan: UnitPlan) -> dict[int, Tensor]:
+    """Return the shards of a unit, by index, where they are gathered."""
+    if plan.offload is None:
+        return dict(shards)
+    device = plan.offload.device
+    copies = {i: ops.COPY_TO_DEVICE(shard.detach(), device, tags.TO_DEVICE) for i, shard in shards.items()}
+    return {i: collectives.WAIT(copy) for i, copy in copies.items()}
+
+
+def on_host(gradients: Mapping[int, Tensor], plan: UnitPlan) -> dict[int, Tensor]:
+    """Return the reduced gradients of a unit's shards, by index, where the shards are."""
+    if plan.offload is None:
+        return dict(gradients)
+    pinned = plan.offload.pinned
+    copies = {i: ops.COPY_TO_HOST(gradient, pinned, tags.TO_HOST) for i, gradient in gradients.items()}
+    return {i: collectives.WAIT(copy) for i, copy in copies.items()}
 
 
 class _Joined(Work):

@@ -3,17 +3,15 @@
 [Note: tensor parallelism]
 `parallelize_module` makes DTensors on the mesh axes of tensor parallelism. Of such a parameter a unit takes the local
 tensor: its rows are cut over the axis that shards, gathered over it, and their gradients reduced over it, as those of
-any parameter. So a slot has the shape of the local tensor, and passes know nothing of the other axes. What modules read
-is the gathered local tensor as the DTensor that it was: a `from_local` behind the gather, in graphs behind the marker.
-Its gradient has the placements of the parameter: `from_local` redistributes it, so a
-norm's weight, say, is all_reduced over the tensor-parallel ranks before it is reduced with its unit. Collectives of
-tensor parallelism are nodes of the graph like the user's own.
-
-What users see is the DTensor of the rows on the axes of both, with the placements that FSDP2 gives it.
+any parameter. So a slot has the shape of the local tensor, and passes know nothing of the other axes. Modules read the
+gathered local tensor as the DTensor that it was: a `from_local` behind the gather, in graphs behind the marker. Its
+gradient has the placements of the parameter: `from_local` redistributes it, so a norm's weight, say, is all_reduced
+over the tensor-parallel ranks before it is reduced with its unit. Collectives of tensor parallelism are nodes of the
+graph like the user's own. Users see the DTensor of the rows on the axes of both, with FSDP2's placements.
 
 With `dp_mesh_dims` parameters are DTensors on all axes before, whole on those that shard and replicate them. They are
-read so, and activations are DTensors on all axes, too. What is different is the gradient: it is left partial on the
-axes of `fully_shard`, whose reduction it then enters as any gradient does.
+read so, and activations are DTensors on all axes, too. Only the gradient differs: it is left partial on the axes of
+`fully_shard`, whose reduction it then enters as any gradient does.
 """
 
 from __future__ import annotations

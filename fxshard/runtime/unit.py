@@ -24,8 +24,7 @@ from fxshard.ir.text import dtype_text
 from fxshard.runtime import comm_group, gloo, mesh_axes, parameters, unsharded_cache
 from fxshard.runtime.accumulation import Accumulation
 from fxshard.runtime.eager import AfterForward
-from fxshard.runtime.flat_shard import FlatShard, Home, Member
-from fxshard.runtime.input_shard import InputShard
+from fxshard.runtime.flat_shard import FlatShard, Home, InputShard, Member
 from fxshard.runtime.parameters import ParameterRef
 from fxshard.runtime.rank_check import Agreement, telling_others
 from fxshard.runtime.replica_sums import ReplicaSums

@@ -1,12 +1,11 @@
 """Parameters that are gathered outside of the graph that reads them, until it takes them or they are dropped.
 
 [Note: unsharded cache]
-A model has one cache for what `prefetcher.py` launches ahead of the graph that reads it, and for what stays from one
-microbatch to the next. Code that takes gathered parameters waits for them. So must code that drops them: a collective
-that nobody waits for keeps its buffers for as long as the process runs. They are of the epoch (`Unit.epoch`) in which
-they were launched; who finds them of an old one decides what that means.
-
-What is read outside of graphs (`eager.py`) is not here: it belongs to one call and one mode of autograd, not to a unit.
+A model has one cache for what `prefetcher.py` launches ahead, and for what stays from one microbatch to the next. Code
+that takes gathered parameters waits for them, and so must code that drops them: a collective that nobody waits for
+keeps its buffers for as long as the process runs. They are of the epoch (`Unit.epoch`) in which they were launched;
+code that finds them of an old one decides what that means. What is read outside of graphs (`eager.py`) belongs to one
+call and one mode of autograd, and is not here.
 
     what is kept                  key                        freed by, if nobody takes it
     ----------------------------  -------------------------  ----------------------------------------------------------
@@ -22,13 +21,13 @@ What is read outside of graphs (`eager.py`) is not here: it belongs to one call 
 
 [Note: resident]
 A unit's parameters are *resident* while microbatches accumulate: the first graph that reads them has them launched as
-one all_gather and waits where it needs them (`passes/read_resident.py`), later ones find them. Which units are is the
-user's word (`set_reshard_after_backward(False)`), or the option `resident_gib`, for as long as their gradients are not
+one all_gather and waits where it needs them (`passes/read_resident.py`), later ones find them. The user chooses the
+units (`set_reshard_after_backward(False)`), or the option `resident_gib` does, for as long as their gradients are not
 reduced. The backward that reduces a unit's gradients takes the copies over and frees them.
 
 A write to a parameter makes copies old. Writes of fused and foreach optimizers raise no version, so copies are dropped
-before an optimizer of torch steps, and after, for a closure may gather again. What torch does not count and no
-optimizer does (`.data`, `torch._foreach_*`) is for the user to say, with `reshard`.
+before an optimizer of torch steps, and after, for a closure may gather again. For what torch does not count and no
+optimizer does (`.data`, `torch._foreach_*`) the user calls `reshard`.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ from fxshard import torch_private
 from fxshard.ir import collectives
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.variant import Slots, in_order
-from fxshard.runtime import host_copies, profiler_ranges
+from fxshard.runtime import profiler_ranges, streams
 from fxshard.runtime.accumulation import Units
 
 if TYPE_CHECKING:
-    from fxshard.runtime.all_gather_request import AllGatherRequest
+    from fxshard.runtime.prefetcher import AllGatherRequest
     from fxshard.runtime.unit import Unit
 
 _log = logging.getLogger(__name__)
@@ -154,7 +153,7 @@ def _launch_resident(unit: Unit) -> Gathered:
         torch.no_grad(),
         torch.inference_mode(False),
     ):
-        tensors = collectives.launch_parameters(host_copies.on_device(flats, unit.plan), unit.plan)
+        tensors = collectives.launch_parameters(streams.on_device(flats, unit.plan), unit.plan)
     unit.model.watch_steps()
     found = unit.model.unsharded[unit] = Gathered(unit, tensors, "resident")
     return found

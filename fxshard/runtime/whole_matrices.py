@@ -35,15 +35,14 @@ from fxshard import torch_private
 from fxshard.errors import ConfigError
 from fxshard.hardware import HardwareSpec
 from fxshard.ir.launches import Launch, on_group
-from fxshard.runtime import matrix_state, rank_check
+from fxshard.runtime import matrix_exchange, rank_check
+from fxshard.runtime.matrix_exchange import AwayState, RowExchange, State
 from fxshard.runtime.matrix_explanation import MatrixExplanation
 from fxshard.runtime.matrix_owners import Matrix, Team, assign_owners, cutting_axes, share_out
-from fxshard.runtime.matrix_state import AwayState, State
 from fxshard.runtime.overlapped_step import BY_PARAMETER, without_hooks
 from fxshard.runtime.parameters import adopt_attributes, local_of
 from fxshard.runtime.rank_check import Agreement
 from fxshard.runtime.rank_group import REFUSED
-from fxshard.runtime.row_exchange import RowExchange
 from fxshard.runtime.step_hooks import step_hooks
 
 ROUNDS = 8
@@ -158,7 +157,7 @@ class WholeMatrices(Optimizer):
         if self._is_away:
             kept = [matrix for matrix in self._plan.matrices if matrix.parameter in self.state]  # by the user
             for team, matrices in by_team(kept).items():
-                for parameter, state in matrix_state.shard_states(team, matrices, self._held).items():
+                for parameter, state in matrix_exchange.shard_states(team, matrices, self._held).items():
                     self.state[parameter] = state
             self._held.clear()
             self._is_away = False
@@ -262,7 +261,7 @@ class WholeMatrices(Optimizer):
             for matrix in matrices:
                 rows, grad = local_of(matrix.parameter), local_of(cast(Tensor, matrix.parameter.grad))
                 if matrix.parameter in this.states:
-                    brought, filled = matrix_state.bring(matrix, this.states[matrix.parameter])
+                    brought, filled = matrix_exchange.bring(matrix, this.states[matrix.parameter])
                     travellers += brought
                     if filled is not None:
                         self._held[matrix] = filled

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxshard.errors import ConfigError
-from fxshard.sharding.mixed_precision import cast_inputs, cast_output
+from fxshard.sharding.call_values import cast_inputs, cast_output
 from fxshard.sharding.sharded_module import end_call, enter_call, leave_call, state_of
 
 

@@ -19,10 +19,9 @@ from fxshard.runtime.parameters import REFS, without_offset
 from fxshard.runtime.prefetcher import UnshardHandle
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import fsdp2_settings, initial_rows, regional, stale_holders
-from fxshard.sharding.awaited import awaited
+from fxshard.sharding.call_values import awaited, cast_inputs, cast_output
 from fxshard.sharding.fixed_places import member_at, refuse_to_delete, refuse_to_displace
 from fxshard.sharding.fsdp2_settings import GradientReductionHandle
-from fxshard.sharding.mixed_precision import cast_inputs, cast_output
 
 STATE = "_fxshard_state"
 """Key in the `__dict__` of a module that was given to `fully_shard`."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import fxshard
 from fxshard.errors import ConfigError, RankMismatchError
-from fxshard.runtime.row_exchange import RowExchange
+from fxshard.runtime.matrix_exchange import RowExchange
 from tests.numerics.whole_matrices import Shampoo, assert_equal, batch, muon_of_matrices, net, sharded, take_steps
 from tests.ranks import fresh_ranks, two_ranks
 

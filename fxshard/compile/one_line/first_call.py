@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fxshard.compile import dynamo
-from fxshard.compile.one_line import agreement, fsdp2_or_ddp, holders
+from fxshard.compile.one_line import agreement, holders, refusals
 from fxshard.compile.one_line.units import make_units, units_of
 from fxshard.cost import measured
 from fxshard.errors import ConfigError
@@ -68,7 +68,7 @@ def shard_root(
     if mesh is None or mesh.size() == 1:
         _announce(roots, offloads=bool(options.offload))
         return
-    fsdp2_or_ddp.refuse([dynamo.compiled_around(root) or root for root in roots])
+    refusals.refuse_taken([dynamo.compiled_around(root) or root for root in roots])
     _require_cast(gm, roots, options)
     _require_ready(roots, unsharded)
     by_block = {root: dynamo.compiled_model(root) for root in roots} if options.regional else {}

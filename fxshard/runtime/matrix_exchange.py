@@ -1,10 +1,13 @@
-"""State of matrices between owners, who have it whole, and an optimizer's `state`, where it is cut like any other."""
+"""Matrices and their state on the way between owners, who have them whole, and the ranks that hold parts of them.
+
+In an optimizer's `state` the tensors of a matrix are cut like any other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -13,12 +16,83 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from fxshard.errors import ConfigError
-from fxshard.runtime.matrix_owners import Matrix, RowSplit, Team, Traveller, cutting_axes
+from fxshard.runtime.matrix_owners import Matrix, RowSplit, Team, Traveller, aligned, cutting_axes
 from fxshard.runtime.parameters import local_of
-from fxshard.runtime.row_exchange import RowExchange
 
 State = dict[str, Any]
 """What an optimizer keeps of one parameter: tensors, numbers, and lists and dicts of them."""
+
+
+class PackedPart(NamedTuple):
+    """A part of a tensor that goes to another rank, or comes from there."""
+
+    peer: int
+    view: Tensor  # that it is copied from or to
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the buffer."""
+        return aligned(self.view.numel() * self.view.element_size())
+
+
+class RowExchange:
+    """Parts on their way to owners (`inward`), or back, in one all_to_all; launched when it is made, until `finish`.
+
+    They travel as bytes: tensors of any dtype share a launch.
+    """
+
+    def __init__(self, team: Team, travellers: Sequence[Traveller], *, inward: bool) -> None:
+        """Pack and launch; all ranks of the team make it alike."""
+        self._work = cast(Any, None)
+        sent, self._received, moves = list[PackedPart](), list[PackedPart](), False
+        for split, owner, local, whole in travellers:
+            moves |= split.parts.keys() != {owner}
+            ranks = split.sources(owner) if inward else split.parts
+            if owner != team.rank and team.rank in ranks:
+                (sent if inward else self._received).append(PackedPart(owner, split.in_local(local)))
+            for rank in ranks if owner == team.rank else ():
+                view = split.in_whole(cast(Tensor, whole), rank)
+                if rank != owner:
+                    (self._received if inward else sent).append(PackedPart(rank, view))
+                elif inward:
+                    view.copy_(split.in_local(local))
+                else:
+                    split.in_local(local).copy_(view)
+        if moves:
+            device = travellers[0].local.device
+            outgoing, sizes = self._buffer(team, sent, device)
+            self._incoming, self._sizes = self._buffer(team, self._received, device)
+            for part, place in _places(sent, sizes, outgoing):
+                place.copy_(part.view)
+            self._outgoing = outgoing  # until it has been sent
+            self._work = dist.all_to_all_single(
+                self._incoming, outgoing, self._sizes, sizes, group=team.group, async_op=True
+            )
+
+    @staticmethod
+    def _buffer(team: Team, parts: Sequence[PackedPart], device: torch.device) -> tuple[Tensor, list[int]]:
+        sizes = [0] * team.group.size()
+        for part in parts:
+            sizes[part.peer] += part.nbytes
+        return torch.empty(sum(sizes), dtype=torch.uint8, device=device), sizes
+
+    def finish(self) -> None:
+        """Wait, and copy what has come to where it belongs."""
+        if self._work is not None:
+            self._work.wait()
+            for part, place in _places(self._received, self._sizes, self._incoming):
+                part.view.copy_(place)
+            self._work = None
+            del self._outgoing, self._incoming
+
+
+def _places(parts: Sequence[PackedPart], sizes: Sequence[int], buffer: Tensor) -> Iterator[tuple[PackedPart, Tensor]]:
+    """Yield where each part lies: by rank, and of a rank in the order of the list."""
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    for part in parts:
+        view, at = part.view, starts[part.peer]
+        yield part, buffer.narrow(0, at, view.numel() * view.element_size()).view(view.dtype).view(view.shape)
+        starts[part.peer] += part.nbytes
 
 
 class AwayState(dict[str, Any]):
