@@ -128,10 +128,8 @@ class Fsdp2Unit:
         for group in self.groups:
             for each in group.fsdp_params:
                 info = each._module_info
-                places = [
-                    (info.module, info.param_name),
-                    *zip(info.shared_modules, info.shared_param_names, strict=True),
-                ]
+                others = zip(info.shared_modules, info.shared_param_names, strict=True)
+                places = [(info.module, info.param_name), *others]
                 policy = self.state._mp_policy
                 own = getattr(each, "mp_policy", policy)  # from torch 2.15 on
                 keeps_dtype = own.param_dtype != policy.param_dtype

@@ -89,6 +89,9 @@ without_modes = _disable_current_modes
 eval_frame_callback = get_eval_frame_callback
 """Dynamo's state on this thread: a function (compiling), None (off), False (only run what is compiled)."""
 
+is_never_compiled = trace_rules.check
+"""Whether Dynamo never compiles some code for itself: torch's own, Python's."""
+
 ENTRY_OF_DYNAMO = eval_frame.__file__
 """The file of the frame in which torch.compile begins."""
 
@@ -285,11 +288,6 @@ def _innermost(callback: Any, fullgraph: bool = False) -> CompiledWith:
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
         callback, fullgraph = inner, fullgraph or isinstance(callback, ConvertFrameAssert)
     return CompiledWith(callback, fullgraph)
-
-
-def is_never_compiled(code: CodeType) -> bool:
-    """Return whether Dynamo never compiles this code for itself: torch's own, Python's."""
-    return bool(trace_rules.check(code))
 
 
 def was_given_to_dynamo(code: CodeType) -> bool:

@@ -96,11 +96,8 @@ class _FoldedCall:
         named = place.__getitem__
         lines = [repr(regions.layout_of(node)) for node in self.operands]
         lines += [f"{n.target} {fx.map_arg((n.args, n.kwargs), named)}" for n in (*self.before, *self.after)]
-        return (
-            str(self.node.args[1]),
-            *lines,
-            *(repr(list(map(named, n))) for n in (self.given, self.kept, self.sent)),
-        )
+        ends = (repr(list(map(named, nodes))) for nodes in (self.given, self.kept, self.sent))
+        return (str(self.node.args[1]), *lines, *ends)
 
     def code(self) -> GraphModule:
         old = regions.code_of(self.node)

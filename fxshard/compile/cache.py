@@ -72,17 +72,13 @@ class CompiledFacts:
         return None if inputs is None or outputs is None else (inputs, outputs)
 
 
-_Typed = tuple[str, str]
-"""Name and type of a value."""
-
-
-def _typed(text: str) -> _Typed:
+def _typed(text: str) -> tuple[str, str]:
     name, _, kind = text.partition(": ")
     return name, kind
 
 
-def _aligned(wanted: Sequence[_Typed], given: Sequence[_Typed]) -> list[int] | None:
-    """For each wanted value the place of that which is given: a size for an equal one, the others in their order."""
+def _aligned(wanted: Sequence[tuple[str, str]], given: Sequence[tuple[str, str]]) -> list[int] | None:
+    """For each wanted value, by name and type, its place among the given: sizes by type, the others in their order."""
     sizes = {kind: place for place, (_, kind) in enumerate(given) if kind.startswith("Sym(")}
     others = [place for place, (_, kind) in enumerate(given) if not kind.startswith("Sym(")]
     left, found = iter(others), []

@@ -100,11 +100,8 @@ def _with_prefetch(unit: Unit, keys: Mapping[int, str]) -> UnitPlan:
 
 
 def _returned(gm: fx.GraphModule, found: Mapping[fx.Node, ParameterKey]) -> dict[int, ParameterKey]:
-    places = {
-        torch_private.storage_id(node.meta["example_value"]): key
-        for marker, key in found.items()
-        for node in reads.parameters_of(marker)
-    }
+    parameters = [(node, key) for marker, key in found.items() for node in reads.parameters_of(marker)]
+    places = {torch_private.storage_id(node.meta["example_value"]): key for node, key in parameters}
     (results,) = gm.graph.output_node().args
     values = [result.meta.get("example_value") for result in results]  # type: ignore[union-attr]
     stored = ((i, torch_private.storage_id(value)) for i, value in enumerate(values) if isinstance(value, Tensor))

@@ -61,12 +61,8 @@ def unsharded_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> d
 
 def parameters_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, nn.Parameter]:
     """Map name in the user's code -> parameter that enters the graph as it is."""
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    return {
-        source_name(node): value
-        for node, value in zip(placeholders, example_inputs, strict=True)
-        if isinstance(value, nn.Parameter) and home_of(value) is None
-    }
+    given = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    return {source_name(node): p for node, p in given if isinstance(p, nn.Parameter) and home_of(p) is None}
 
 
 def source_name(placeholder: fx.Node) -> str:

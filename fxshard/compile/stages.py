@@ -17,8 +17,7 @@ from fxshard.ir import buckets, launches, ops, signature
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.graph_edit import TracedCode
 from fxshard.ir.history import Stage
-from fxshard.ir.regions import Region
-from fxshard.ir.snapshot import Snapshot
+from fxshard.ir.regions import Region, copied
 from fxshard.ir.variant import PLAIN, Variant
 from fxshard.options import Options
 from fxshard.passes import _manager
@@ -83,11 +82,8 @@ class Stages:
         if self.variant != PLAIN:
             passes = of_variant(passes, self.variant, self.options.lower)
         _manager.run(gm, passes, self._context(kind), given=SPLIT_GIVEN, stage=self._named(kind))
-        late = {
-            i: gradients[i]
-            for i, result in enumerate(signature.results_of(gm.graph))
-            if isinstance(result, fx.Node) and result.target is ops.DEFERRED_WAIT
-        }
+        results = enumerate(signature.results_of(gm.graph))
+        late = {i: gradients[i] for i, r in results if isinstance(r, fx.Node) and r.target is ops.DEFERRED_WAIT}
         sequence = launches.sequence(gm.graph, buckets.parts_of(gm.graph, self.frame.plan))
         return replace(facts, launches=sequence, late=late)
 
@@ -100,7 +96,7 @@ class Stages:
             _manager.run(gm, self.pipeline.last, self._context(kind), given=LAST_GIVEN, stage=stage, follows=kept)
             kept = self.history.last()
         if not self.generate_code:
-            gm = fx.GraphModule(gm, Snapshot(gm.graph).copy())
+            gm = copied(gm)
         given, stage = codegen_given(self.options), replace(self._named(kind), phase="codegen")
         _manager.run(gm, self.pipeline.codegen, self._context(kind), given=given, stage=stage, follows=kept)
 

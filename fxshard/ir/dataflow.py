@@ -269,14 +269,9 @@ def _resize(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 
 def _add(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
     left, right = _input(node, flow, 0), _input(node, flow, 1)
-    if (
-        not isinstance(left, GradientRow)
-        or not isinstance(right, GradientRow)
-        or node.kwargs
-        or left.view.shape != right.view.shape
-    ):
+    if not isinstance(left, GradientRow) or not isinstance(right, GradientRow) or node.kwargs:
         return None
-    if left.divisor != 1 or right.divisor != 1:
+    if left.view.shape != right.view.shape or left.divisor != 1 or right.divisor != 1:
         return None
     return GradientRow((*left.terms, *right.terms), torch.promote_types(left.dtype, right.dtype), left.view)
 

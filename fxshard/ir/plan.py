@@ -382,14 +382,8 @@ def lay_out(parameters: Iterable[ParameterSpec], world_size: int) -> tuple[Shard
     for p in parameters:
         groups.setdefault((p.dtype, p.trainable, p.keeps_dtype, p.grad_dtype, bool(p.input_bytes)), []).append(p)
     shards = [
-        ShardPlan(
-            dtype=dtype,
-            trainable=trainable,
-            keeps_dtype=keeps_dtype,
-            grad_dtype=grad_dtype,
-            slots=_slots(members, world_size),
-        )
-        for (dtype, trainable, keeps_dtype, grad_dtype, _), members in groups.items()
+        ShardPlan(dtype=dtype, trainable=trains, keeps_dtype=keeps, grad_dtype=grad, slots=_slots(members, world_size))
+        for (dtype, trains, keeps, grad, _), members in groups.items()
     ]
     for i, ((*_, is_encoded), members) in enumerate(groups.items()):
         if is_encoded:

@@ -53,12 +53,8 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes if any(each._schema.is_mutable for each in overloads) else []
     name = torch_private.target_text(node).rpartition(".")[2]
     by_name = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-    if (
-        by_name
-        or node.kwargs.get("out") is not None
-        or node.kwargs.get("inplace")
-        or not torch_private.is_of_torch(node)
-    ):
+    by_argument = node.kwargs.get("out") is not None or node.kwargs.get("inplace")
+    if by_name or by_argument or not torch_private.is_of_torch(node):
         return node.all_input_nodes
     given = dict(zip(_argument_names(node.target), node.args, strict=False)) | node.kwargs
     written = ["running_mean", "running_var"]  # of a norm over the batch

@@ -261,11 +261,8 @@ def _scope_for(unit: Unit) -> _Scope:
 def unsharded_of(unit: Unit) -> Parameters:
     """Return what is gathered of a unit in a running call, or between its forward and its backward; nothing else."""
     running = [each for scope in _scopes.stack for each in scope.gathered.values() if each.unit is unit]
-    return {
-        slot: value
-        for gather in (*running, *unit.step.after_forward.gathered)
-        for slot, value in gather.parameters.items()
-    }
+    gathers = (*running, *unit.step.after_forward.gathered)
+    return {slot: value for gather in gathers for slot, value in gather.parameters.items()}
 
 
 def _has_parts(unit: Unit) -> bool:

@@ -34,10 +34,7 @@ _NEVER_CALLED = """torch.autograd.graph.register_multi_grad_hook(mode='all') of 
 called: no node of the backward leads to them. Use mode='any', or register_post_accumulate_grad_hook of each."""
 
 # The constructor, not from_local: no autograd, no checks, nothing but the wrapper. Its __init__ does nothing, slowly.
-_wrap = cast(
-    "Callable[[Tensor, Any], Tensor]",
-    functools.partial(DTensor.__new__, DTensor, requires_grad=False),
-)
+_wrap: Callable[[Tensor, Any], Tensor] = cast(Any, functools.partial(DTensor.__new__, DTensor, requires_grad=False))
 
 
 class GradientSink:

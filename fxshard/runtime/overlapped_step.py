@@ -82,7 +82,8 @@ def _step(optimizer: Optimizer, whole: Callable[[], Any]) -> Any:
     hooks, plain = step_hooks(), without_hooks(type(optimizer).step)
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     first = owned & hooks.read_first()
-    is_seen = plain is None or any(map(_is_foreign, torch_private.step_hooks_of(optimizer)))
+    homes = [str(getattr(hook, "__module__", "")) for hook in torch_private.step_hooks_of(optimizer)]
+    is_seen = plain is None or not all(home.startswith("fxshard.") for home in homes)
     if is_seen or plain is None or not first or first == owned:
         return whole()
     hooks.step_begins(optimizer)  # what may not be stepped is an error before anything is
@@ -118,10 +119,6 @@ def _only(optimizer: Optimizer, chosen: Collection[int]) -> Iterator[None]:
         optimizer.param_groups = groups
         for group, parameters in zip(groups, given, strict=True):
             group["params"] = parameters
-
-
-def _is_foreign(hook: Callable[..., Any]) -> bool:
-    return not str(getattr(hook, "__module__", "")).startswith("fxshard.")
 
 
 def _wait_for_last_step() -> None:

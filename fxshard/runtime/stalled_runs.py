@@ -158,10 +158,8 @@ def _as_message(circle: list[int], places: dict[int, Place]) -> str:
     if places[circle[-1]].number == ENDED:
         rank, last = circle[0], circle[-1]
         return f"rank {rank} waits in {places[rank].words}, and rank {last} has got an error: {places[last].words}"
-    lines = [
-        f"    rank {rank} waits for rank {other} in {places[rank].words}"
-        for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True)
-    ]
+    pairs = zip(circle, [*circle[1:], circle[0]], strict=True)
+    lines = [f"    rank {rank} waits for rank {other} in {places[rank].words}" for rank, other in pairs]
     return (
         f"ranks {', '.join(map(str, sorted(circle)))} wait for each other, because they went different ways:\n"
         + "\n".join(lines)

@@ -280,14 +280,9 @@ class Unit:
         groups["all_reduce"] = plan.replicate_group
         averages = wanted == "reduce_scatter" and plan.replicas > 1 and not self.step.replica_sums.defers_all_reduce()
         sizes = self._sizes(slots)
+        moved = f"of {what} in {sizes} per rank"
         launches = tuple(
-            Launch(
-                group,
-                f"{op} of {what} in {sizes} per rank{on_group(group)} for {self.label}",
-                "outside of graphs",
-                op,
-                self.label,
-            )
+            Launch(group, f"{op} {moved}{on_group(group)} for {self.label}", "outside of graphs", op, self.label)
             for op, group in groups.items()
             if op == wanted or (op == "all_reduce" and averages)
         )

@@ -71,12 +71,8 @@ def begin_in_first_call(places: ShardedModules, compiled: nn.Module, inputs: obj
             unit.step.after_forward.begin()
         if id(module) in state.compiled.blocks:
             state.compiled.runs[id(module)] = _preceded(then, state.compiled.runs[id(module)])
-    in_blocks = {
-        id(part)
-        for module, state in places.values()
-        if id(module) in state.compiled.blocks
-        for part in module.modules()
-    }
+    blocks = [module for module, state in places.values() if id(module) in state.compiled.blocks]
+    in_blocks = {id(part) for block in blocks for part in block.modules()}
     for module in places[""][0].modules():
         if id(module) not in in_blocks:
             module.__dict__[uncompiled_warning.SEEN] = True  # that it runs as it is needs no warning

@@ -32,9 +32,7 @@ from fxshard.sharding.sharded_module import STATE, ModuleState, state_of, units_
 from fxshard.sharding.swapped_class import swap_class
 from fxshard.unit_settings import UnitSettings
 
-Places = list[tuple[nn.Module, str]]
-
-Taken = tuple[nn.Parameter, Places]
+Taken = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
 """A parameter that is to be sharded, and where it is registered."""
 
 

@@ -163,15 +163,8 @@ def swap_class(module: nn.Module, is_unit: bool) -> None:
     cls = type(module)
     base = original_class(cls)
     refs = module.__dict__.get(REFS, {})
-    names = frozenset(
-        (
-            name,
-            ref.dim,
-            ref.layout is not None,
-            *((len(ref.hooks.texts), len(ref.hooks.metadata)) if ref.hooks else (0, 0)),
-        )
-        for name, ref in refs.items()
-    )
+    sizes = {n: (len(ref.hooks.texts), len(ref.hooks.metadata)) if ref.hooks else (0, 0) for n, ref in refs.items()}
+    names = frozenset((name, ref.dim, ref.layout is not None, *sizes[name]) for name, ref in refs.items())
     if issubclass(base, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
     module.__class__ = _swapped_class(cast(Any, base), names, is_unit or issubclass(cls, ShardedModule))

@@ -140,13 +140,8 @@ def _announced() -> weakref.WeakSet[nn.Module]:
 
 def require_all_ranks(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise if trained parameters are DTensors on some of the ranks, which nothing shards over the others."""
-    require_plain(
-        {
-            name: p
-            for name, p in parameters.items()
-            if isinstance(p, DTensor) and p.requires_grad and p.device_mesh.size() < dist.get_world_size()
-        }
-    )
+    trained = {name: p for name, p in parameters.items() if isinstance(p, DTensor) and p.requires_grad}
+    require_plain({name: p for name, p in trained.items() if p.device_mesh.size() < dist.get_world_size()})
 
 
 def require_plain(parameters: Mapping[str, nn.Parameter]) -> None:

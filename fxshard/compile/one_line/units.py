@@ -73,13 +73,9 @@ def _ends_of(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """
     inside = {module for block in blocks for module in block.modules()}
     beside = [each for each in root.modules() if each is not root and each not in inside]
-    return [
-        each
-        for each in beside
-        if next(each.children(), None) is None
-        and sum(p.numel() * p.element_size() for p in each.parameters()) >= ALONE_BYTES
-        and not _shares(each, root)
-    ]
+    leaves = [each for each in beside if next(each.children(), None) is None]
+    large = [m for m in leaves if sum(p.numel() * p.element_size() for p in m.parameters()) >= ALONE_BYTES]
+    return [each for each in large if not _shares(each, root)]
 
 
 def offloaded_of(modules: Sequence[nn.Module], options: Options) -> set[nn.Module]:

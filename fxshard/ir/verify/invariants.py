@@ -312,7 +312,8 @@ def gradients_are_reduced_once(subject: Subject) -> Iterator[Violation]:
         if found := subject.gradients[output]:
             keys = baseline.parameter_keys_of(subject.baseline.plan, unit, shard)
             placed.update(id(row) for slot, _ in keys if (row := found.at(slot)[0]) is not None)
-    sent = [(launch, row) for launch in subject.reductions for row in _rows(subject, launch)]
+    concats = [(launch, each) for launch in subject.reductions for each in slot_layout.sent_by(launch, subject.flow)]
+    sent = [(launch, row) for launch, concat in concats if concat is not None for row in concat.rows]
     counts = Counter(id(row) for _, row in sent)
     for launch, row in sent:
         if counts[id(row)] > placed[id(row)] and not subject.baseline.had_launches:
@@ -397,13 +398,10 @@ def compute_reads_what_it_read(subject: Subject) -> Iterator[Violation]:
             is_new = len(found) == 1 and argument.name not in subject.baseline.reads
             if want[0].startswith("%") and (want[0][1:] not in nodes or is_new):
                 continue  # what it read was replaced
-            if not any(_is_same(want, name) for name in found):
+            if not any(name == want[0] and call in (want[1], None) for name, call in found):  # one rank gathers nothing
                 yield node, f"it read {_read(want)}, and reads {_read(found[0])}"
-        if ops.is_reduce_grad(node) and subject.baseline.slots[name] != ops.parameter_key_of(node):
-            yield (
-                node,
-                f"it reduced the gradient of {subject.baseline.slots[name]}, now of {ops.parameter_key_of(node)}",
-            )
+        if ops.is_reduce_grad(node) and (was := subject.baseline.slots[name]) != (now := ops.parameter_key_of(node)):
+            yield node, f"it reduced the gradient of {was}, now of {now}"
 
 
 def unsharded_bytes_stay_within_the_budget(subject: Subject) -> Iterator[Violation]:
@@ -424,11 +422,6 @@ def types_agree_with_a_fake_run(subject: Subject) -> Iterator[Violation]:
 # ---- what the rules ask
 
 
-def _is_same(wanted: baseline.ReadName, found: baseline.ReadName) -> bool:
-    """Whether two names agree, as far as the call is known: one rank gathers nothing."""
-    return wanted[0] == found[0] and (found[1] is None or wanted[1] == found[1])
-
-
 def _read(name: baseline.ReadName) -> str:
     return name[0] if name[1] is None else f"{name[0]}, call {name[1]}"
 
@@ -444,10 +437,6 @@ def _shard(flat: dataflow.Flat) -> str:
 def _result_node(subject: Subject, output: int) -> fx.Node:
     result = subject.results[output] if output < len(subject.results) else None
     return result if isinstance(result, fx.Node) else subject.graph.output_node()
-
-
-def _rows(subject: Subject, launch: fx.Node) -> tuple[dataflow.GradientRow, ...]:
-    return tuple(row for value in slot_layout.sent_by(launch, subject.flow) if value is not None for row in value.rows)
 
 
 def _wrong_terms(subject: Subject, fqn: str, row: dataflow.GradientRow, promised: int) -> Iterator[str]:

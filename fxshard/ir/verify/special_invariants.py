@@ -1,4 +1,4 @@
-"""The invariants of what few graphs have, as those in `invariants.py`: regions, offloaded shards, units of other kinds."""
+"""The invariants of what few graphs have, as those in `invariants.py`: regions, offloaded shards, special units."""
 
 from __future__ import annotations
 
