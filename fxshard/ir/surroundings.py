@@ -22,18 +22,11 @@ _STATELESS = (torch_private.LOG_USAGE, operator.setitem)
 
 
 class Surroundings:
-    """What the rest of a graph says of a part of it.
-
-    Attributes:
-        decided_by: node -> a node before it that has changed torch's state, for what comes until it is changed back: it
-            gives no tensor, and may begin autocast, or choose a kernel for attention.
-        matter: the nodes that backward gives a gradient; a region's backward takes one for each differentiable result.
-    """
+    """What the rest of a graph says of a part of it."""
 
     def __init__(self, graph: fx.Graph) -> None:
         calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
-        self.decided_by = _deciding(graph)
-        self.matter = _leading_to_a_loss(graph)
+        self.decided_by, self.matter = _deciding(graph), _leading_to_a_loss(graph)
         self._writes: dict[int, set[fx.Node]] = defaultdict(set)
         for node in calls:
             for value in (value for source in _written_by(node) for value in _tensors(source)):
@@ -75,7 +68,7 @@ def _argument_names(target: Any) -> list[str]:
 
 
 def _deciding(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Map node -> the first of the changes of torch's state that are in force there, if any is."""
+    """Map node -> the first change of torch's state (autocast, a kernel for attention) that is in force, if any is."""
     found: dict[fx.Node, fx.Node] = {}
     in_force: dict[object, fx.Node] = {}
     for node in graph.nodes:

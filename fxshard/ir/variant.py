@@ -11,7 +11,7 @@ graph has several backwards, compiled when they are first needed:
 All take what the forward saved, and after it the accumulators. Units of one graph that are set differently make further
 ones. Each of them, and the forward as well, has one more with *resident* parameters: inputs that were gathered outside
 of the graph, because they stay from one microbatch to the next. With replicas there is one that reduces and does not
-average over them: [Note: replica sums] in `runtime/replica_sums.py`.
+average over them: [Note: replica sums] in `runtime/accumulation.py`.
 
 An accumulator is the unit's own memory and never a result of a graph: two results may be the same tensor, and adding to
 it in place would add twice. Source: fairscale `FlattenParamsWrapper`, which concatenates gradients in the last

@@ -161,13 +161,7 @@ def _is_plain(value: object) -> bool:
 
 
 class Extension:
-    """One parameter with hooks: its subclass, and what the hooks make of it.
-
-    Attributes:
-        local: the subclass around this rank's rows; it stays the object that users know.
-        unsharding: how it is made whole.
-        metadata: the tensors that the first hook gave the last time.
-    """
+    """One parameter with hooks: its subclass around this rank's rows (`local`), and what the hooks make of it."""
 
     def __init__(
         self,
@@ -196,6 +190,7 @@ class Extension:
         self._takes_all = number == 5
         self.unsharding, self._metadata_layouts = self._lay_out()
         device = rows_of(local).device
+        # the tensors that the first hook gave the last time
         self.metadata = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self._metadata_layouts]
 
     @property

@@ -102,30 +102,24 @@ class UnshardHandle:
 
 
 class Prefetcher:
-    """What to gather next for one model; see [Note: prefetch across graphs].
-
-    Attributes:
-        after: what the current stream waits for before the next gather; FSDP2 `_fsdp_state.py` (`post_optim_event`).
-        first: the unit of what the last forward took first, if that was launched for it.
-        first_rows: what all ranks are known to take first, by direction, backward or not.
-        num_requests: how many graphs have made so far.
-    """
+    """What to gather next for one model; see [Note: prefetch across graphs]."""
 
     def __init__(self, cache: UnshardedCache) -> None:
         """Begin with nothing known; `cache` takes what is launched ahead."""
+        # what the current stream waits for before the next gather; FSDP2 `_fsdp_state.py` (`post_optim_event`)
         self.after: torch.Event | None = None
-        self.num_requests = 0
+        self.num_requests = 0  # that graphs have made so far
         self._cache = cache
         self._scope: eager.Running | None = None
         self._taken: list[Key] = []  # in this scope
         self._row: list[AllGatherRequest] = []  # what a unit has taken of these in this graph
         # By direction: what the first unit of a graph took.
         self._following: dict[tuple[bool, int, Key], list[AllGatherRequest]] = {}  # also by how many were taken so far
-        self.first_rows: dict[bool, list[AllGatherRequest]] = {}
+        self.first_rows: dict[bool, list[AllGatherRequest]] = {}  # what all ranks are known to take first
         self._taken_first: dict[bool, list[AllGatherRequest]] = {}  # in the scopes since the last forward began
         self._of_unit: dict[tuple[bool, Unit], dict[Key, AllGatherRequest]] = {}
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
-        self.first: Unit | None = None
+        self.first: Unit | None = None  # of what the last forward took first, if that was launched for it
         self._are_alike: bool | None = None  # whether the same ranks share all units
 
     def take_or_launch(self, request: AllGatherRequest, unit: Unit) -> list[Tensor]:

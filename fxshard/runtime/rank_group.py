@@ -206,8 +206,7 @@ class RankGroup:
     def look_back(self, *, is_over: bool) -> None:
         """Compare the runs that are past with some of the ranks that have come as far; see [Note: agreement].
 
-        Args:
-            is_over: whether this run is over, so that all ranks have begun it; else up to the run of the last look.
+        `is_over`: this run is over, so that all ranks have begun it; else up to the run of the last look.
         """
         run = self._run if is_over else self._at_last_look
         self._at_last_look = self._run

@@ -22,12 +22,11 @@ from fxshard.ir.launches import Launch, on_group
 from fxshard.ir.plan import Offload, ShardPlan, UnitPlan, input_name, lay_out, prefetch_words
 from fxshard.ir.text import dtype_text
 from fxshard.runtime import comm_group, gloo, mesh_axes, parameters, unsharded_cache
-from fxshard.runtime.accumulation import Accumulation
+from fxshard.runtime.accumulation import Accumulation, ReplicaSums
 from fxshard.runtime.eager import AfterForward
 from fxshard.runtime.flat_shard import FlatShard, Home, InputShard, Member
 from fxshard.runtime.parameters import ParameterRef
 from fxshard.runtime.rank_check import Agreement, telling_others
-from fxshard.runtime.replica_sums import ReplicaSums
 from fxshard.runtime.step_hooks import ModelContext
 from fxshard.unit_settings import IN_GRAPHS, ReductionSettings, UnitSettings
 
@@ -54,15 +53,7 @@ class UnitStep:
 
 
 class Unit:
-    """Parameters that are gathered and reduced together; see [Note: the alias] in `runtime/flat_shard.py`.
-
-    Attributes:
-        members: parameters in registration order; `shards` are their memory.
-        is_root: no other sharded module contains this one.
-        settings: `set` changes them.
-        generation: raised by every repack and re-attachment, and by every step of an optimizer that has its parameters.
-        model: what it shares with the other units of its model, from when they are named.
-    """
+    """Parameters that are gathered and reduced together; see [Note: the alias] in `runtime/flat_shard.py`."""
 
     def __init__(
         self,
@@ -73,15 +64,14 @@ class Unit:
         subgroup: dist.ProcessGroup | None = None,
     ) -> None:
         """Take over `members`, whose parameters are DTensors, and copy their rows into flats."""
-        self.modules = tuple(modules)
-        self.members = members
-        self.mesh = mesh
-        self.settings, self.groups = settings, UnitGroups(subgroup)
-        self.is_root, self.fqn = True, ""
-        self.shards: list[FlatShard] = []
-        self.generation = 0
+        self.modules, self.mesh = tuple(modules), mesh
+        self.members = members  # parameters in registration order
+        self.shards: list[FlatShard] = []  # their memory
+        self.settings, self.groups = settings, UnitGroups(subgroup)  # `set` changes the settings
+        self.is_root, self.fqn = True, ""  # no other sharded module contains this one
+        self.generation = 0  # raised by every repack and re-attachment, and by each step of its optimizer
         self.step = UnitStep(self)
-        self.model = ModelContext((self,))
+        self.model = ModelContext((self,))  # what it shares with the other units of its model, once they are named
         self.plan: UnitPlan
         self.pack()
 
