@@ -11,8 +11,7 @@ from torch.fx import GraphModule
 from fxshard import torch_private
 from fxshard.errors import InvariantError
 from fxshard.ir import pins, tags
-from fxshard.ir.history import CAPTURED, PassResult, Stage
-from fxshard.ir.snapshot import Snapshot
+from fxshard.ir.history import CAPTURED, PassResult, Snapshot, Stage
 from fxshard.ir.verify import baseline, verifier
 from fxshard.passes._base import GraphPass, PassContext, Property
 

@@ -83,9 +83,7 @@ def _is_transpose(node: fx.Node) -> bool:
 
 def _transposed(matrix: fx.Node) -> fx.Node:
     if _is_transpose(matrix):
-        source = matrix.args[0]
-        assert isinstance(source, fx.Node)
-        return source
+        return matrix.all_input_nodes[0]
     node = matrix.graph.call_function(aten.permute.default, (matrix, [1, 0]))
     node.meta["val"] = matrix.meta["val"].permute(1, 0)
     return node

@@ -140,7 +140,7 @@ TORCH_ATTRIBUTES = (
     TorchAttribute(
         "nn_module_stack stack_trace example_value",
         "node.meta",
-        "ir/snapshot.py ir/spans.py ir/text.py",
+        "ir/history.py ir/spans.py ir/text.py",
         "the module and line of a node; values of Dynamo's graph",
     ),
     TorchAttribute(

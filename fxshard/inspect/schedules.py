@@ -23,8 +23,8 @@ from fxshard.cost.timeline import Timeline
 from fxshard.hardware import HardwareSpec
 from fxshard.ir import collectives, launch_groups
 from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS
+from fxshard.ir.history import Snapshot
 from fxshard.ir.plan import FramePlan
-from fxshard.ir.snapshot import Snapshot
 from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.chain_reductions import ChainReductions
 from fxshard.passes.hoist_copies import HoistCopies

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -179,16 +179,12 @@ def marker_arguments(text: str) -> tuple[Any, ...]:
 
 def key_of(marker: fx.Node) -> MarkerKey:
     """Return the parsed key of an `unshard` or `reduce_grad` node."""
-    text = marker.args[1]
-    assert isinstance(text, str)
-    return MarkerKey.parse(text)
+    return MarkerKey.parse(str(marker.args[1]))
 
 
 def slot_of(marker: fx.Node) -> int:
     """Return the slot index of an `unshard` or `reduce_grad` node."""
-    slot = marker.args[2]
-    assert isinstance(slot, int)
-    return slot
+    return cast(int, marker.args[2])
 
 
 def parameter_key_of(marker: fx.Node) -> ParameterKey:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, fx
 
 from fxshard.ir import liveness, ops, text
-from fxshard.ir.snapshot import Snapshot
+from fxshard.ir.history import Snapshot
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 
@@ -81,8 +81,7 @@ def _known(name: str) -> Region:
 
 def region_of(call: fx.Node) -> Region:
     """Return the region that a node calls, forward or backward."""
-    assert isinstance(call.args[1], str)
-    return _known(call.args[1])
+    return _known(str(call.args[1]))
 
 
 def is_call(node: fx.Node) -> bool:

@@ -24,7 +24,7 @@ from fxshard.inspect.explanation import FrameExplanation
 from fxshard.inspect.schedules import OTHERS, Schedule, least_seconds
 from fxshard.ir import launch_groups
 from fxshard.ir.collectives import GATHERS, REDUCTIONS
-from fxshard.ir.snapshot import Snapshot
+from fxshard.ir.history import Snapshot
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.tools.demo.gpt import GPT
 from tests import graphs

@@ -18,7 +18,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard.ir import tags
-from fxshard.ir.snapshot import Snapshot
+from fxshard.ir.history import Snapshot
 from fxshard.ir.tags import NodeMeta, ShardKey
 from fxshard.ir.text import graph_text, name_of, window
 from tests import graphs

@@ -15,9 +15,8 @@ from torch._inductor.decomposition import select_decomp_table
 
 from fxshard.errors import InvariantError
 from fxshard.ir import liveness, signature
-from fxshard.ir.history import CAPTURED, PassHistory
+from fxshard.ir.history import CAPTURED, PassHistory, Snapshot
 from fxshard.ir.properties import GraphKind, Property
-from fxshard.ir.snapshot import Snapshot
 from fxshard.ir.verify import baseline, verifier
 from fxshard.passes import pipeline
 from fxshard.passes._base import GraphPass

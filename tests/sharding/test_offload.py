@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import DTensor
 
 import fxshard
-from fxshard.compile.one_line import holders
+from fxshard.compile.one_line import first_call
 from fxshard.compile.one_line.units import offloaded_of
 from fxshard.errors import ConfigError
 from fxshard.options import Options
@@ -36,7 +36,7 @@ def test_the_state_of_an_optimizer_goes_where_its_parameter_goes(mesh: DeviceMes
     module.register_parameter("weight", nn.Parameter(torch.empty(4, 2, device="meta")))
     fxshard.fully_shard(module, mesh=mesh)
     new = cast(nn.Parameter, module.weight)
-    holders.rebind_optimizers({id(old): (old, new)})
+    first_call.rebind_optimizers({id(old): (old, new)})
     (group,), state = optim.param_groups, optim.state[new]
     assert group["params"] == [new]
     assert old not in optim.state
