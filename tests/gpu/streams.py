@@ -33,7 +33,7 @@ from tests.gpu.trace import (
     transfers,
     units_beside,
 )
-from tests.numerics.fsdp2_order import SizedBlock
+from tests.models import FeedForward
 from tests.numerics.harness import NUM_STEPS, Run, compare, fxshard_system, train, world_mesh
 from tests.numerics.scenarios import REGRESSION
 
@@ -80,7 +80,7 @@ class Chain(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(SizedBlock(hidden, shape.width) for hidden in shape.unit_of_size)
+        self.blocks = nn.ModuleList(FeedForward(shape.width, hidden) for hidden in shape.unit_of_size)
         self.scale = nn.Parameter(torch.ones(shape.width))
 
     def forward(self, x: Tensor) -> Tensor:

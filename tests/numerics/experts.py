@@ -124,10 +124,10 @@ class Block(nn.Module):
 class Mixtral(nn.Module):
     """A decoder whose feed-forward networks are mixtures of experts."""
 
-    def __init__(self, kind: type[MoE]) -> None:
+    def __init__(self, kind: type[MoE], num_blocks: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(num_blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:

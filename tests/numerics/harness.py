@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ EAGER: dict[str, Any] = {"lower": "eager"}
 """Options of our backend where no code needs to be made."""
 
 Batch = tuple[Tensor, ...]
+Model = TypeVar("Model", bound=nn.Module)
 Grads = dict[str, Tensor | None]
 
 
@@ -83,15 +84,6 @@ def compile_module(module: nn.Module, options: Mapping[str, Any] | None = None, 
     return cast(nn.Module, cast(Any, torch.compile)(module, backend="fxshard", options=options, **kwargs))
 
 
-def sharded_mlp(mesh: DeviceMesh, *, compiled: bool = False) -> nn.Module:
-    """Return a model in a unit per block and one of the rest, for tests that call it once or twice."""
-    model = MLP()
-    for block in model.blocks:
-        fxshard.fully_shard(block, mesh=mesh)
-    fxshard.fully_shard(model, mesh=mesh)
-    return compile_module(model, options=EAGER) if compiled else model
-
-
 def loss_on_ones(model: nn.Module, rows: int = 2) -> Tensor:
     """Return a loss of the MLP."""
     return model(torch.ones(rows, WIDTH)).square().mean()
@@ -128,6 +120,40 @@ def blocks_of(model: nn.Module) -> Iterable[nn.Module]:
     blocks = getattr(model, "blocks", ())
     assert isinstance(blocks, Iterable)
     return blocks
+
+
+def sharded(model: Model, **kwargs: Any) -> Model:
+    """Make a unit of each block, and one of the rest, for tests that are no scenario; return the model."""
+    for part in (*blocks_of(model), model):
+        fxshard.fully_shard(part, **kwargs)
+    return model
+
+
+def sharded_as(
+    model: nn.Module, way: str, *, parts: Iterable[nn.Module] | None = None, lower: str = "eager"
+) -> nn.Module:
+    """Shard and compile in one of the ways that a user has; return what is to be called.
+
+    Args:
+        model: is sharded, by its first call if in "one line".
+        way: "one line"; or of a unit for each part and one of the rest: "compiled", compiled "in parts", or "eager".
+        parts: by default its blocks.
+        lower: to what.
+    """
+    if way == "one line":
+        return compile_module(model, {"lower": lower})
+    for part in blocks_of(model) if parts is None else parts:
+        fxshard.fully_shard(part)
+        if way == "in parts":
+            part.compile(backend="fxshard", options={"lower": lower})
+    fxshard.fully_shard(model)
+    return compile_module(model, {"lower": lower}) if way == "compiled" else model
+
+
+def sharded_mlp(mesh: DeviceMesh, *, compiled: bool = False) -> nn.Module:
+    """Return a sharded model, for tests that call it once or twice."""
+    model = sharded(MLP(), mesh=mesh)
+    return compile_module(model, options=EAGER) if compiled else model
 
 
 def shard_blocks(model: nn.Module, tools: Tools) -> None:
@@ -264,9 +290,13 @@ def train_step(run: Run, step: int) -> None:
     run.scenario.update(run)
 
 
-def train(scenario: Scenario, system: System) -> Run:
-    """Train the scenario in a system, whose graphs count towards no other system's recompile limit."""
-    torch._dynamo.reset()
+def train(scenario: Scenario, system: System, *, fresh: bool = True) -> Run:
+    """Train the scenario in a system, whose graphs count towards no other system's recompile limit.
+
+    Unless `fresh`, graphs that are there are used again: those of another model of one class and layout serve.
+    """
+    if fresh:
+        torch._dynamo.reset()
     run = start(scenario, system)
     for step in range(NUM_STEPS):
         train_step(run, step)
@@ -307,10 +337,13 @@ def compare(ours: Run, reference: Run, *, rtol: float, atol: float, params: bool
         assert_same_tensors(ours.params, reference.params, f"{title}: final parameter", rtol=rtol, atol=atol)
 
 
-def check_against_unsharded(scenario: Scenario, *, lower: str = "eager", system: System | None = None) -> None:
+def check_against_unsharded(
+    scenario: Scenario, *, lower: str = "eager", system: System | None = None, fresh: bool = True
+) -> None:
     """Hold ours, in float64, to unsharded training on the global batch, on the same device."""
-    ours = system or fxshard_system(dtype=torch.float64, lower=lower)
-    compare(train(scenario, ours), train(scenario, replace(UNSHARDED, device=ours.device)), rtol=1e-9, atol=1e-11)
+    system = system or fxshard_system(dtype=torch.float64, lower=lower)
+    ours = train(scenario, system, fresh=fresh)
+    compare(ours, train(scenario, replace(UNSHARDED, device=system.device), fresh=False), rtol=1e-9, atol=1e-11)
 
 
 def check_bitwise(scenario: Scenario) -> Run:
@@ -334,20 +367,28 @@ def check_sums_in_few_bits(scenario: Scenario) -> None:
         compare(ours, reference, rtol=0.0, atol=0.0)
 
 
-def check(scenario: Scenario, *, rtol: float = 0.0, atol: float = 0.0) -> Run:
+def check(scenario: Scenario, *, rtol: float = 0.0, atol: float = 0.0, fresh: bool = True) -> Run:
     """Hold ours, in float64 and lowered to the interpreter, to both references; return our run.
 
-    `rtol` and `atol` are for FSDP2.
+    `rtol` and `atol` are for FSDP2, `fresh` is that of `train`.
     """
-    ours = train(scenario, fxshard_system(dtype=torch.float64))
-    compare(ours, train(scenario, replace(FSDP2, dtype=torch.float64)), rtol=rtol, atol=atol)
-    compare(ours, train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
+    ours = train(scenario, fxshard_system(dtype=torch.float64), fresh=fresh)
+    compare(ours, train(scenario, replace(FSDP2, dtype=torch.float64), fresh=False), rtol=rtol, atol=atol)
+    compare(ours, train(scenario, UNSHARDED, fresh=False), rtol=1e-9, atol=1e-11)
     return ours
 
 
-def check_unsharded(scenario: Scenario) -> None:
-    """Hold ours, in float64, to unsharded training alone: where FSDP2 gives something else, as the caller says."""
-    compare(train(scenario, fxshard_system(dtype=torch.float64)), train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
+def check_each(scenarios: Mapping[str, Scenario]) -> dict[str, Run]:
+    """Hold scenarios to both references that differ in what the loop does: the graphs of the first serve all."""
+    torch._dynamo.reset()
+    runs = {}
+    for name, scenario in scenarios.items():
+        try:
+            runs[name] = check(scenario, fresh=False)
+        except Exception as error:
+            error.add_note(f"in {name!r}")
+            raise
+    return runs
 
 
 def check_close(scenario: Scenario) -> None:

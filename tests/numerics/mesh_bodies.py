@@ -18,13 +18,17 @@ from tests.numerics.harness import (
     FSDP2,
     Scenario,
     Tools,
+    adopted,
     check,
     check_bitwise,
     check_inductor,
     compile_each_block,
     only_shard,
+    with_a_break,
 )
-from tests.numerics.loops import clip_and_update
+from tests.numerics.loops import clip_and_update, freeze_then_thaw
+from tests.numerics.microbatches import kept, several
+from tests.numerics.models import CalledTwice, CheckpointedMLP, LoRA
 from tests.state.states import assert_same
 
 Body = Callable[..., object]
@@ -53,6 +57,27 @@ def bodies_of(on: Callable[..., Scenario], *names: str) -> dict[str, Body]:
         "inductor": lambda mesh: check_inductor(on(mesh)),
     }
     return {name: bodies[name] for name in names}
+
+
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "compiled": {},
+    "not compiled": {"prepare": only_shard},
+    "block by block": {"prepare": compile_each_block},
+    "a graph break": {"prepare": with_a_break},
+    "adopted": {"prepare": adopted},
+    "checkpointed": {"model": CheckpointedMLP},
+    "called twice": {"model": CalledTwice},
+    "some frozen": {"model": LoRA},
+    "frozen and thawed": {"before_step": freeze_then_thaw},
+    "microbatches": {"backward": several},
+    "microbatches, unsharded in between": {"backward": kept},
+    "clipped": {"update": partial(clip_and_update, foreach=None)},
+}
+
+
+def checks_of(plain: Scenario) -> dict[str, Body]:
+    """Return a check of the scenario with each of the features."""
+    return {name: partial(check, replace(plain, **changes)) for name, changes in FEATURES.items()}
 
 
 def shared_folder() -> str:

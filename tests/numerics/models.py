@@ -171,11 +171,6 @@ def tied_gpt() -> nn.Module:
     return GPT(tied=True)
 
 
-def checkpointed_gpt() -> nn.Module:
-    """Return a GPT whose blocks are recomputed in backward."""
-    return GPT(checkpointing=True)
-
-
 class Uneven(nn.Module):
     """Parameters of shapes that two ranks cannot share evenly, some with fewer rows than ranks."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ import fxshard
 from fxshard.pipelining import ShardedStage
 from fxshard.tools.bench import traffic
 from tests.numerics import mesh_bodies
-from tests.numerics.harness import assert_same_tensors, compile_module, full
+from tests.numerics.harness import EAGER, assert_same_tensors, compile_module, full
 from tests.numerics.models import Block
 
 WIDTH, ROWS, NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 6, 8, 4, 4, 3
@@ -77,7 +77,7 @@ FSDP2 = System(shard=partial(fsdp2_fully_shard, reshard_after_forward=False), st
 
 
 def ours(**options: Any) -> System:
-    compile = partial(compile_module, options={"lower": "eager", **options})
+    compile = partial(compile_module, options={**EAGER, **options})
     return System(shard=fxshard.fully_shard, stage=ShardedStage, compile=compile)
 
 
@@ -244,25 +244,13 @@ def trains_as_fsdp2(schedule: str, mesh: DeviceMesh, **options: Any) -> None:
     compare(run, train(start(FSDP2, schedule, mesh)))
 
 
-def trains_in_compiled_code(schedule: str, mesh: DeviceMesh) -> None:
-    compare_with_unsharded(train(start(ours(lower="inductor"), schedule, mesh)))
+def trains(schedule: str, mesh: DeviceMesh, system: System, **kwargs: Any) -> None:
+    compare_with_unsharded(train(start(system, schedule, mesh, **kwargs)))
 
 
-def trains_compiled_in_place(schedule: str, mesh: DeviceMesh) -> None:
-    def compile(module: nn.Module) -> nn.Module:
-        module.compile(backend="fxshard", options={"lower": "eager"})
-        return module
-
-    system = System(shard=fxshard.fully_shard, stage=ShardedStage, compile=compile)
-    compare_with_unsharded(train(start(system, schedule, mesh)))
-
-
-def trains_not_compiled(schedule: str, mesh: DeviceMesh) -> None:
-    compare_with_unsharded(train(start(NOT_COMPILED, schedule, mesh)))
-
-
-def trains_without_being_told_shapes(schedule: str, mesh: DeviceMesh) -> None:
-    compare_with_unsharded(train(start(ours(), schedule, mesh, static=False)))
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="fxshard", options=EAGER)
+    return module
 
 
 def launches(run: Run) -> dict[str, int]:
@@ -411,10 +399,10 @@ def a_layer_of_two_stages(schedule: str, mesh: DeviceMesh) -> None:
 BODIES: dict[str, mesh_bodies.Body] = {
     "as FSDP2": trains_as_fsdp2,
     "resident": partial(trains_as_fsdp2, resident_gib=1),
-    "compiled code": trains_in_compiled_code,
-    "compiled in place": trains_compiled_in_place,
-    "not compiled": trains_not_compiled,
-    "shapes not told": trains_without_being_told_shapes,
+    "compiled code": partial(trains, system=ours(lower="inductor")),
+    "compiled in place": partial(trains, system=replace(NOT_COMPILED, compile=compiled_in_place)),
+    "not compiled": partial(trains, system=NOT_COMPILED),
+    "shapes not told": partial(trains, system=ours(), static=False),
     "counts": launches_once_per_step,
     "clipping": clips_gradients,
     "evaluation": evaluates,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from tests.numerics.harness import (
     Scenario,
@@ -87,12 +87,14 @@ COMPILED_BF16 = Lane.ONE_RANK_COMPILED_BF16 | Lane.LINK_COMPILED_BF16
 
 WIDE: Final = 32  # heads of 16, as kernels for attention want them
 REGRESSION: Final = Scenario(model=MLP, batch=rows())
+ONE_BLOCK: Final = replace(REGRESSION, model=partial(MLP, num_blocks=1))  # a unit beside the root's, to compile little
 LANGUAGE: Final = Scenario(model=partial(GPT, width=WIDE), batch=tokens(), loss=cross_entropy)
 TIED: Final = replace(LANGUAGE, model=partial(GPT, width=WIDE, tied=True))
 CHECKPOINTED: Final = replace(LANGUAGE, model=partial(GPT, width=WIDE, checkpointing=True))
 SHAPES: Final = replace(LANGUAGE, batch=tokens_of_many_shapes)
 RESHARD: Final = {"reshard_after_forward": True}
 KEEP: Final = {"reshard_after_forward": False}
+BF16: Final = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 ON_HOST: Final = {"offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())}
 DYNAMIC: Final = {"dynamic": True, "fullgraph": True}
 

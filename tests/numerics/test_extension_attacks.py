@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from fxshard import ConfigError, MixedPrecisionPolicy, UnsupportedGraph
+from fxshard import ConfigError, UnsupportedGraph
 from fxshard.runtime.parameters import local_of
-from tests.numerics.extension_bodies import Factored, Rowwise, odd, on_four_ranks, sharded_odd
-from tests.numerics.float8 import Float8Weight
+from tests.numerics.float8 import Float8Weight, give_hooks
 from tests.numerics.harness import (
     EAGER,
     FSDP2,
     Run,
+    Scenario,
     adamw,
     check_bitwise,
     check_inductor,
@@ -27,17 +29,135 @@ from tests.numerics.harness import (
     compile_module,
     fxshard_system,
     only_shard,
+    sharded,
     train,
     with_a_break,
     world_mesh,
 )
 from tests.numerics.microbatches import several
-from tests.numerics.models import WIDTH
+from tests.numerics.models import WIDTH, rows
+from tests.numerics.scenarios import BF16
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 from tests.state import processes
 
-BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+class Rowwise(Float8Weight):
+    """Sent as fp8, a scale in float32 for each row, and its sign: three tensors, of sizes that align with nothing."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Rowwise:
+        return cls(inner["rows"])
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        scale = 448 / self.rows.abs().amax(1, keepdim=True).clamp(1e-12)
+        values = (self.rows.abs() * scale).to(torch.float8_e4m3fn)
+        return (values, scale, self.rows.sign().to(torch.int8)), {"shift": torch.full((), 0.5), "kind": ["rowwise", 1]}
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        values, scale, sign = all_gather_outputs
+        shift = 1 / metadata["shift"]
+        whole = (values.float() / scale * sign * shift).to(param_dtype)
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(whole)
+            return None
+        return whole, (values, scale, sign, whole)
+
+
+class Factored(Float8Weight):
+    """The second hook reads an attribute that is in no context."""
+
+    factor: float
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        given = [each for each in args if isinstance(each, cls)]
+        if isinstance(made, cls) and given and hasattr(given[0], "factor"):
+            made.factor = given[0].factor
+        return made
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        return (self.rows.to(torch.bfloat16),), None
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        whole = all_gather_outputs[0].to(param_dtype) * self.factor
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(whole)
+            return None
+        return whole, (whole,)
+
+
+class Odd(nn.Module):
+    """A unit of rows and columns in odd numbers, with plain parameters between those with hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(WIDTH, 5), nn.Linear(5, 6), nn.Linear(6, 6, bias=False)
+        self.d = nn.Linear(6, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, x + self.d(torch.relu(self.c(self.b(torch.relu(self.a(x)))))))
+
+
+class OddModel(nn.Module):
+    def __init__(self, *, tied: bool = False, num_blocks: int = 1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Odd() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        if tied:
+            self.extra = nn.Linear(WIDTH, WIDTH)
+            self.extra.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return cast(Tensor, self.extra(self.head(x)) if hasattr(self, "extra") else self.head(x))
+
+
+def odd(cls: type[Float8Weight] = Rowwise, *, tied: bool = False, num_blocks: int = 1, **kwargs: Any) -> Scenario:
+    """A model of which only matrices of even rows have hooks: no padding."""
+
+    def model() -> nn.Module:
+        made = OddModel(tied=tied, num_blocks=num_blocks)
+        for module in (each for block in made.blocks for each in (block.b, block.c)):
+            give_hooks(cast(nn.Module, module), cls)
+        give_hooks(made.head, cls)
+        if tied:
+            made.extra.weight = made.head.weight
+        factor = 1.0
+        for parameter in made.parameters():
+            if isinstance(parameter, Factored) or isinstance(parameter.data, Factored):
+                factor += 0.5
+                cast(Any, parameter).factor = factor
+        return made
+
+    return Scenario(model=model, batch=rows(), cast_model=False, **kwargs)
+
+
+def four(hidden: int, **kwargs: Any) -> Scenario:
+    """A unit of which some ranks have no rows, or replicas of it."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return give_hooks(nn.Sequential(nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)))
+
+    return Scenario(model=model, batch=rows(), cast_model=False, **kwargs)
+
+
+def on_four_ranks() -> None:
+    """Ranks without rows, and two replicas of two ranks each."""
+    check_bitwise(four(1))
+    check_bitwise(four(5, prepare=only_shard))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for scenario in (four(6), four(3), four(6, prepare=only_shard), four(6, backward=several)):
+        check_bitwise(replace(scenario, shard_kwargs={"mesh": mesh}))
 
 
 @two_ranks
@@ -52,8 +172,10 @@ def test_trains_as_fsdp2_with_several_tensors_and_attributes(cls: type[Float8Wei
     "kwargs",
     [
         pytest.param({"tied": True}, id="tied"),
-        pytest.param({"shard_kwargs": {"mp_policy": BFLOAT16}}, id="mixed precision", marks=pytest.mark.slow),
-        pytest.param({"prepare": with_a_break, "backward": several}, id="two graphs", marks=pytest.mark.slow),
+        pytest.param({"shard_kwargs": {"mp_policy": BF16}}, id="mixed precision", marks=pytest.mark.slow),
+        pytest.param(
+            {"prepare": with_a_break, "backward": several, "num_blocks": 2}, id="two graphs", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_trains_as_fsdp2_in_other_settings(kwargs: dict[str, Any]) -> None:
@@ -71,7 +193,7 @@ def test_trains_in_code_of_inductor() -> None:
     "options", [slow({"bucket": 1.0}), {"bucket": 6e-5, "streams": "side"}, slow({"resident_gib": 1.0})]
 )
 def test_passes_move_bytes_that_align_with_nothing(options: dict[str, Any]) -> None:
-    which = odd()
+    which = odd(num_blocks=2)
     compare(train(which, fxshard_system(**options)), train(which, FSDP2), rtol=0.0, atol=0.0)
 
 
@@ -134,7 +256,7 @@ def test_trains_as_fsdp2_on_four_ranks() -> None:
 
 @two_ranks
 def test_trains_after_inference_mode() -> None:
-    model = sharded_odd()
+    model: Any = sharded(give_hooks(OddModel()), mesh=world_mesh())
     compiled, x = compile_module(model, EAGER), torch.ones(2, WIDTH)
     with torch.inference_mode():
         before = compiled(x)
@@ -159,7 +281,7 @@ def set_scale(model: nn.Module, scale: float) -> None:
 @two_ranks
 @pytest.mark.parametrize("compiled", [True, False])
 def test_refuses_a_backward_whose_forward_had_another_scale(compiled: bool) -> None:
-    model = sharded_odd()
+    model: Any = sharded(give_hooks(OddModel()), mesh=world_mesh())
     run, x = compile_module(model, EAGER) if compiled else model, torch.ones(2, WIDTH)
     (run(x) + run(2 * x)).sum().backward()
     set_scale(model, 64.0)

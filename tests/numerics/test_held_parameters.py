@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from tests.numerics.harness import (
     Prepare,
-    Scenario,
     Tools,
     blocks_of,
     check,
+    check_against_unsharded,
     check_close,
     check_inductor,
-    check_unsharded,
     compile_each_block,
     only_compile,
     only_shard,
     shard_and_compile,
 )
-from tests.numerics.models import WIDTH, rows
+from tests.numerics.models import WIDTH
+from tests.numerics.scenarios import REGRESSION
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -94,7 +94,7 @@ class Stack(nn.Module):
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def inner_too(model: nn.Module, tools: Tools) -> nn.Module:
     return shard_and_compile(model, tools)
 
 
-BASE = Scenario(model=partial(Stack, Quantized), batch=rows())
+BASE = replace(REGRESSION, model=partial(Stack, Quantized))
 BLOCKS = (Quantized, Sandwiched, Twice, spectral, parametrized)
 
 
@@ -132,7 +132,7 @@ def test_trains_across_a_graph_break(prepare: Prepare) -> None:
 @two_ranks
 def test_trains_where_a_unit_in_the_block_is_read_before_it_runs() -> None:
     """FSDP2 cannot."""
-    check_unsharded(replace(BASE, model=partial(Stack, Sandwiched), prepare=inner_too))
+    check_against_unsharded(replace(BASE, model=partial(Stack, Sandwiched), prepare=inner_too))
 
 
 @pytest.mark.slow

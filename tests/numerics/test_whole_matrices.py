@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from fxshard.errors import ConfigError, RankMismatchError
 from fxshard.runtime.matrix_owners import Matrix, RowSplit, assign_owners, box_of
 from tests.numerics import whole_matrices
 from tests.numerics.harness import EAGER, compile_module
+from tests.numerics.mesh_bodies import shared_folder
 from tests.numerics.whole_matrices import (
     Shampoo,
     assert_equal,
@@ -120,17 +120,16 @@ def test_checkpoints_of_ours_and_of_torch() -> None:
     expected, optimizer = Shampoo(plain.parameters()), fxshard.whole_matrices(Shampoo(model.parameters()))
     take_steps(plain, expected, range(2))
     take_steps(model, optimizer, range(2))
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    fxshard.save_checkpoint(f"{folder[0]}/ours", model, optimizer)
+    folder = shared_folder()
+    fxshard.save_checkpoint(f"{folder}/ours", model, optimizer)
     others = [sharded(net(), mesh_of_all()) for _ in range(2)]
     loaded = [fxshard.whole_matrices(Shampoo(other.parameters())) for other in others]
-    fxshard.load_checkpoint(f"{folder[0]}/ours", others[0], loaded[0])
+    fxshard.load_checkpoint(f"{folder}/ours", others[0], loaded[0])
     state = {"optim": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=f"{folder[0]}/torch")
+    dcp.save(state, checkpoint_id=f"{folder}/torch")
     others[1].load_state_dict(model.state_dict())
     empty = {"optim": get_optimizer_state_dict(others[1], loaded[1])}
-    dcp.load(empty, checkpoint_id=f"{folder[0]}/torch")
+    dcp.load(empty, checkpoint_id=f"{folder}/torch")
     set_optimizer_state_dict(others[1], loaded[1], empty["optim"])
     for each, optim in ((plain, expected), (model, optimizer), *zip(others, loaded, strict=True)):
         take_steps(each, optim, [2, 3])

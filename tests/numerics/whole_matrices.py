@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import fxshard
 from tests.models import FeedForward
-from tests.numerics.harness import full
+from tests.numerics.harness import full, sharded
 
 Make = Callable[[Iterable[Any]], Any]
 
@@ -135,13 +135,6 @@ def muon(params: Iterable[Any]) -> Optimizer:
 def muon_of_matrices(params: Iterable[Any]) -> Optimizer:
     """Return torch's own."""
     return torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.05)
-
-
-def sharded(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
-    """Make a unit of each block, and one of the rest."""
-    for block in getattr(model, "blocks", ()):
-        fxshard.fully_shard(block, mesh=mesh, **kwargs)
-    return fxshard.fully_shard(model, mesh=mesh, **kwargs)
 
 
 def batch(step: int, dtype: torch.dtype) -> Tensor:
