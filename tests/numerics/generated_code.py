@@ -29,10 +29,10 @@ WIDTH = 16
 
 
 class Blocks(Layers):
-    """Four blocks with a norm, two matrix products and a residual connection: much for Inductor to fuse."""
+    """Three blocks with a norm, two matrix products and a residual connection: much for Inductor to fuse."""
 
     def __init__(self) -> None:
-        super().__init__(4, lambda: FeedForward(WIDTH, 2 * WIDTH, norm=True))
+        super().__init__(3, lambda: FeedForward(WIDTH, 2 * WIDTH, norm=True))
 
 
 def in_graph(graph: fx.Graph) -> list[str]:

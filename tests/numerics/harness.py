@@ -420,8 +420,8 @@ def shard_blocks_as_one_unit(model: nn.Module, tools: Tools) -> nn.Module:
 
 def adopted(model: nn.Module, tools: Tools) -> nn.Module:
     """Take over what FSDP2 has sharded, give it back, and take it over again."""
-    by_torch = replace(tools, system=replace(tools.system, fully_shard=FSDP2.fully_shard, backend=None))
-    model = only_shard(model, by_torch)
+    fully_shard = FSDP2.fully_shard if tools.system.fully_shard is not None else None
+    model = only_shard(model, replace(tools, system=replace(tools.system, fully_shard=fully_shard, backend=None)))
     if tools.system.ours:
         model = fxshard.adopt(fxshard.release(fxshard.adopt(model)))
     return tools.compile(model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from tests.numerics.harness import (
     FSDP2,
+    Prepare,
     Run,
     Scenario,
     Tools,
@@ -24,6 +26,7 @@ from tests.numerics.harness import (
     check_against_unsharded,
     check_bitwise,
     check_close,
+    check_each,
     check_inductor,
     check_sums_in_few_bits,
     compare,
@@ -54,15 +57,14 @@ from tests.numerics.models import (
     MLP,
     CheckpointedMLP,
     ReadTwice,
-    cross_entropy,
     rows,
     rows_of_many_sizes,
-    tied_gpt,
-    tokens,
 )
-from tests.numerics.scenarios import SCENARIOS
+from tests.numerics.scenarios import ONE_BLOCK, REGRESSION, SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import two_ranks
+
+ACCUMULATION = SCENARIOS["accumulation"]
 
 
 def clip(run: Run) -> None:
@@ -72,25 +74,32 @@ def clip(run: Run) -> None:
 
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(compile_each_block), slow(with_a_break)])
-def test_reduces_and_clips_in_the_last_microbatch(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
-    check(Scenario(model=MLP, batch=rows(), backward=several, update=clip, prepare=prepare))
+def test_reduces_and_clips_in_the_last_microbatch(prepare: Prepare) -> None:
+    steps = {
+        "in turn": replace(ACCUMULATION, update=clip),
+        "forwards ahead": replace(REGRESSION, backward=forwards_ahead),
+        "interrupted": replace(REGRESSION, backward=interrupted),
+    }
+    check_each({name: replace(scenario, prepare=prepare) for name, scenario in steps.items()})
+    # FSDP2 knows an end of a step that the user declares from torch 2.15 on.
+    check_against_unsharded(replace(REGRESSION, backward=ended_by_hand, prepare=prepare), fresh=False)
 
 
 @pytest.mark.slow
 @two_ranks
 def test_accumulates_an_embedding_that_is_the_head() -> None:
-    check_close(Scenario(model=tied_gpt, batch=tokens(), loss=cross_entropy, backward=several))
+    check_close(SCENARIOS["accumulation of a tied weight"])
 
 
 @two_ranks
 def test_accumulates_a_parameter_that_is_read_twice() -> None:
-    check_close(Scenario(model=ReadTwice, batch=rows(), backward=several))
+    check_close(replace(ACCUMULATION, model=ReadTwice))
 
 
 @pytest.mark.slow
 @two_ranks
 def test_accumulates_under_activation_checkpointing() -> None:
-    check_close(Scenario(model=CheckpointedMLP, batch=rows(), backward=several))
+    check_close(replace(ACCUMULATION, model=CheckpointedMLP))
 
 
 @pytest.mark.slow
@@ -98,7 +107,7 @@ def test_accumulates_under_activation_checkpointing() -> None:
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, slow(torch.bfloat16), None])
 def test_accumulates_in_the_reduce_dtype(reduce_dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    check_bitwise(Scenario(model=MLP, batch=rows(), backward=several, shard_kwargs={"mp_policy": policy}))
+    check_bitwise(replace(ACCUMULATION, shard_kwargs={"mp_policy": policy}))
 
 
 @pytest.mark.slow
@@ -106,15 +115,13 @@ def test_accumulates_in_the_reduce_dtype(reduce_dtype: torch.dtype | None) -> No
 def test_rounds_a_sum_once_to_a_reduce_dtype_of_fewer_bits() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     for prepare in (shard_and_compile, only_shard):
-        check_sums_in_few_bits(
-            Scenario(model=MLP, batch=rows(), backward=several, shard_kwargs={"mp_policy": policy}, prepare=prepare)
-        )
+        check_sums_in_few_bits(replace(ACCUMULATION, shard_kwargs={"mp_policy": policy}, prepare=prepare))
 
 
 @pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_accumulates() -> None:
-    check_inductor(SCENARIOS["accumulation"])
+    check_inductor(ACCUMULATION)
 
 
 def freeze_a_block(model: nn.Module, tools: Tools) -> nn.Module:
@@ -124,13 +131,13 @@ def freeze_a_block(model: nn.Module, tools: Tools) -> nn.Module:
 
 @two_ranks
 def test_leaves_frozen_parameters_alone() -> None:
-    check(Scenario(model=MLP, batch=rows(), backward=several, prepare=freeze_a_block))
+    check(replace(ONE_BLOCK, backward=several, prepare=freeze_a_block))
 
 
 @pytest.mark.slow
 @two_ranks
 def test_accumulates_microbatches_of_different_shapes() -> None:
-    check_bitwise(Scenario(model=MLP, batch=rows_of_many_sizes, backward=several))
+    check_bitwise(replace(ACCUMULATION, batch=rows_of_many_sizes))
 
 
 # ---- when and what
@@ -139,20 +146,14 @@ def test_accumulates_microbatches_of_different_shapes() -> None:
 @pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("prepare", [slow(shard_and_compile), only_compile])
-def test_no_sync_holds_for_what_runs_inside(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
-    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=with_no_sync, prepare=prepare))
-
-
-@two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(compile_each_block)])
-def test_reads_the_flag_when_a_backward_runs(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
-    check(Scenario(model=MLP, batch=rows(), backward=forwards_ahead, prepare=prepare))
+def test_no_sync_holds_for_what_runs_inside(prepare: Prepare) -> None:
+    check_against_unsharded(replace(REGRESSION, backward=with_no_sync, prepare=prepare))
 
 
 @pytest.mark.slow
 @two_ranks
 def test_follows_a_pattern_that_changes() -> None:
-    check(Scenario(model=MLP, batch=rows(), backward=now_and_then))
+    check(replace(REGRESSION, backward=now_and_then))
 
 
 def zero_in_between(run: Run, step: int) -> Tensor:
@@ -171,7 +172,7 @@ def zero_in_between(run: Run, step: int) -> Tensor:
 @pytest.mark.slow
 @two_ranks
 def test_zero_grad_leaves_what_waits() -> None:
-    check(Scenario(model=MLP, batch=rows(), backward=zero_in_between))
+    check(replace(REGRESSION, backward=zero_in_between))
 
 
 class Skipping(MLP):
@@ -198,10 +199,8 @@ def skip_in_the_last(run: Run, step: int) -> Tensor:
 
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(compile_each_block)])
-def test_reduces_a_unit_that_the_last_backward_does_not_touch(
-    prepare: Callable[[nn.Module, Tools], nn.Module],
-) -> None:
-    check(Scenario(model=Skipping, batch=rows(), backward=skip_in_the_last, prepare=prepare))
+def test_reduces_a_unit_that_the_last_backward_does_not_touch(prepare: Prepare) -> None:
+    check(replace(ONE_BLOCK, model=partial(Skipping, 1), backward=skip_in_the_last, prepare=prepare))
 
 
 def interrupted(run: Run, step: int) -> Tensor:
@@ -213,12 +212,6 @@ def interrupted(run: Run, step: int) -> Tensor:
     return several(run, step)
 
 
-@two_ranks
-@pytest.mark.parametrize("prepare", [slow(shard_and_compile), only_shard])
-def test_drops_what_an_interrupted_step_accumulated(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
-    check(Scenario(model=MLP, batch=rows(), backward=interrupted, prepare=prepare))
-
-
 def not_the_last(run: Run, step: int) -> Tensor:
     """Two backwards with gradient sync; only the second one is the last."""
     order = [(False, True), (True, False), (True, True)]
@@ -228,11 +221,11 @@ def not_the_last(run: Run, step: int) -> Tensor:
 @pytest.mark.slow
 @two_ranks
 def test_several_backwards_with_sync_add_up() -> None:
-    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=not_the_last))
+    check_against_unsharded(replace(REGRESSION, backward=not_the_last))
 
 
 def ended_by_hand(run: Run, step: int) -> Tensor:
-    """Backwards without gradient sync, and then the end of the step; FSDP2 knows such an end from torch 2.15 on."""
+    """Backwards without gradient sync, and then the end of the step."""
     model, losses = cast(Any, run.model), []
     by_hand = hasattr(model, "finalize_backward")
     if by_hand:
@@ -249,20 +242,12 @@ def ended_by_hand(run: Run, step: int) -> Tensor:
     return total(losses)
 
 
-@two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
-def test_the_end_of_a_step_that_is_said_reduces_what_waits(
-    prepare: Callable[[nn.Module, Tools], nn.Module],
-) -> None:
-    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=ended_by_hand, prepare=prepare))
-
-
 # ---- what it costs
 
 
 @two_ranks
 def test_only_the_last_microbatch_reduces_accumulators_that_take_one_unsharded_gradient_and_are_kept() -> None:
-    run = start(Scenario(model=MLP, batch=rows(), backward=several), fxshard_system())
+    run = start(replace(ONE_BLOCK, backward=several), fxshard_system())
     for step in range(2):
         train_step(run, step)
     launched = {graph.kind: graph.collectives for graph in fxshard.compiled_graphs(run.model)}
@@ -294,9 +279,9 @@ def test_only_the_last_microbatch_reduces_accumulators_that_take_one_unsharded_g
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
 def test_refuses_to_mix_gradients_of_old_and_new_parameters_and_to_release_what_waits(
-    prepare: Callable[[nn.Module, Tools], nn.Module],
+    prepare: Prepare,
 ) -> None:
-    run = start(Scenario(model=MLP, batch=rows(), prepare=prepare), fxshard_system())
+    run = start(replace(ONE_BLOCK, prepare=prepare), fxshard_system())
     with fxshard.no_sync(run.model):
         run.loss(0).backward()
     with torch.no_grad():
@@ -324,7 +309,7 @@ def reduced_by_hand(run: Run, step: int) -> Tensor:
 @pytest.mark.slow
 @two_ranks
 def test_reduces_what_waits_when_asked() -> None:
-    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=reduced_by_hand))
+    check_against_unsharded(replace(REGRESSION, backward=reduced_by_hand))
 
 
 @pytest.mark.slow
@@ -364,4 +349,4 @@ class ScaledMicrobatches(ScaledLoop):
 @two_ranks
 def test_skips_the_step_in_which_a_microbatch_overflowed() -> None:
     loop = ScaledMicrobatches()
-    check(Scenario(model=MLP, batch=overflowing, backward=loop.backward, update=loop.update))
+    check(replace(REGRESSION, batch=overflowing, backward=loop.backward, update=loop.update))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,8 +21,8 @@ from fxshard.testing import emulated_link
 from tests.models import Doing
 from tests.numerics.harness import (
     EAGER,
+    Prepare,
     Run,
-    Scenario,
     Tools,
     blocks_of,
     check_against_unsharded,
@@ -37,15 +36,15 @@ from tests.numerics.harness import (
     start,
 )
 from tests.numerics.microbatches import in_turn, loss_of, set_sync, several, total
-from tests.numerics.models import MLP, WIDTH, ReadOnBothSides, rows
-from tests.numerics.scenarios import REGRESSION
+from tests.numerics.models import WIDTH, ReadOnBothSides
+from tests.numerics.scenarios import ONE_BLOCK, REGRESSION
 from tests.ranks import two_ranks
 
 
 @pytest.mark.slow
 @two_ranks
 def test_adds_each_graphs_gradient_of_one_parameter_once() -> None:
-    check_close(Scenario(model=ReadOnBothSides, batch=rows(), backward=several))
+    check_close(replace(REGRESSION, model=ReadOnBothSides, backward=several))
 
 
 class Halves(nn.Module):
@@ -76,7 +75,7 @@ def half_by_half(run: Run, step: int) -> Tensor:
 @pytest.mark.slow
 @two_ranks
 def test_forgets_what_one_graph_has_reduced_while_another_waits() -> None:
-    check_against_unsharded(Scenario(model=Halves, batch=rows(), backward=half_by_half))
+    check_against_unsharded(replace(REGRESSION, model=Halves, backward=half_by_half))
 
 
 class ReturnsItsInput(nn.Module):
@@ -109,7 +108,7 @@ class Dense(nn.Module):
 @pytest.mark.slow
 @two_ranks
 def test_knows_blocks_of_one_graph_apart_that_return_views_of_their_inputs() -> None:
-    check_close(Scenario(model=Dense, batch=rows(), backward=several, prepare=compile_each_block))
+    check_close(replace(REGRESSION, model=Dense, backward=several, prepare=compile_each_block))
 
 
 def perturbed(run: Run, step: int) -> Tensor:
@@ -128,19 +127,8 @@ def perturbed(run: Run, step: int) -> Tensor:
 
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
-def test_a_gradient_of_the_input_leaves_what_waits(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
-    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=perturbed, prepare=prepare))
-
-
-@pytest.mark.slow
-@two_ranks
-def test_a_gradient_of_the_input_adds_nothing() -> None:
-    run = start(REGRESSION, fxshard_system())
-    x, y = run.batch(0)
-    x.requires_grad_()
-    with fxshard.no_sync(run.model):
-        torch.autograd.grad(run.scenario.loss(run.model, x, y), x)
-    assert not any(unit.step.accumulation.waiting for unit in units_under(cast(Any, run.model)._orig_mod))
+def test_a_gradient_of_the_input_leaves_what_waits(prepare: Prepare) -> None:
+    check_against_unsharded(replace(ONE_BLOCK, backward=perturbed, prepare=prepare))
 
 
 def wrapped(model: nn.Module, tools: Tools) -> nn.Module:
@@ -165,7 +153,7 @@ def with_no_sync_around_the_wrapper(run: Run, step: int) -> Tensor:
 @two_ranks
 def test_no_sync_of_a_wrapper_holds_for_the_model_that_is_sharded_inside() -> None:
     backward = with_no_sync_around_the_wrapper
-    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=backward, prepare=wrapped))
+    check_against_unsharded(replace(REGRESSION, backward=backward, prepare=wrapped))
 
 
 def chooses() -> nn.Module:
@@ -178,7 +166,7 @@ def chooses() -> nn.Module:
 @two_ranks
 def test_accumulates_sizes_that_data_decides() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        check_close(Scenario(model=chooses, batch=rows(), backward=several))
+        check_close(replace(REGRESSION, model=chooses, backward=several))
 
 
 @pytest.mark.slow
@@ -244,7 +232,7 @@ class FailsToFinish(GraphPass):
 @two_ranks
 def test_a_variant_that_one_rank_cannot_compile_is_an_error_on_both() -> None:
     add = functools.partial(_with_pass, FailsToFinish())
-    run = start(REGRESSION, fxshard_system(passes=add))
+    run = start(ONE_BLOCK, fxshard_system(passes=add))
     expected = "not on this rank" if dist.get_rank() else "rank 1 could not compile.*not on this rank"
     with pytest.raises(FxshardError, match=f"(?s){expected}"):
         several(run, 0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 import fxshard
 from tests.numerics.harness import (
@@ -17,7 +19,6 @@ from tests.numerics.harness import (
     FSDP2,
     Prepare,
     Run,
-    Scenario,
     Tools,
     blocks_of,
     check,
@@ -27,15 +28,15 @@ from tests.numerics.harness import (
     compile_module,
     only_shard,
     shard_blocks,
+    shard_blocks_as_one_unit,
     squared_error,
     update,
     world_mesh,
 )
-from tests.numerics.models import GPT, MLP, WIDTH, cross_entropy, rows, tokens
+from tests.numerics.models import GPT, MLP, WIDTH, tokens
+from tests.numerics.scenarios import BF16, LANGUAGE, ONE_BLOCK, REGRESSION
 from tests.pairwise import slow
 from tests.ranks import two_ranks
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def by_fsdp2(tools: Tools) -> Tools:
@@ -51,12 +52,6 @@ def then_adopted(prepare: Prepare) -> Prepare:
         return tools.compile(fxshard.adopt(prepare(model, by_fsdp2(tools))))
 
     return made
-
-
-def blocks_as_one_unit(model: nn.Module, tools: Tools) -> nn.Module:
-    tools.shard(list(blocks_of(model)))
-    tools.shard(model)
-    return model
 
 
 def head_ignored(model: nn.Module, tools: Tools) -> nn.Module:
@@ -104,7 +99,7 @@ class Recurrent(nn.Module):
 
 PREPARED = {
     "per block": (MLP, only_shard),
-    "blocks in one unit": (MLP, blocks_as_one_unit),
+    "blocks in one unit": (MLP, shard_blocks_as_one_unit),
     "frozen": (MLP, some_frozen),
     "no root": (MLP, blocks_alone),
     "prefetch lists": (MLP, prefetching),
@@ -119,21 +114,20 @@ DEFAULT = ("blocks in one unit", "no root", "prefetch lists")
 @pytest.mark.parametrize("case", [case if case in DEFAULT else slow(case) for case in PREPARED])
 def test_an_adopted_model_trains_like_fsdp2(case: str) -> None:
     model, prepare = PREPARED[case]
-    check(Scenario(model=model, batch=rows(), prepare=then_adopted(prepare)))
+    check(replace(REGRESSION, model=model, prepare=then_adopted(prepare)))
 
 
 @two_ranks
 def test_an_adopted_model_keeps_ignored_parameters_whole() -> None:
-    scenario = Scenario(model=MLP, batch=rows(), prepare=then_adopted(head_ignored))
-    check_bitwise(scenario)
+    check_bitwise(replace(ONE_BLOCK, prepare=then_adopted(head_ignored)))
 
 
 @two_ranks
 @pytest.mark.parametrize("kwargs", [{"mp_policy": BF16}, slow({"reshard_after_forward": False})])
 def test_an_adopted_gpt_with_a_tied_head_trains_like_fsdp2(kwargs: dict[str, Any]) -> None:
-    prepare = then_adopted(only_shard)
+    model = partial(GPT, num_blocks=1)
     check_bitwise(
-        Scenario(model=GPT, batch=tokens(), loss=cross_entropy, prepare=prepare, shard_kwargs=kwargs, cast_model=False)
+        replace(LANGUAGE, model=model, prepare=then_adopted(only_shard), shard_kwargs=kwargs, cast_model=False)
     )
 
 
@@ -145,13 +139,13 @@ def test_an_adopted_model_without_a_compile_trains_like_fsdp2() -> None:
             return only_shard(model, tools)
         return fxshard.adopt(only_shard(model, by_fsdp2(tools)))
 
-    check(Scenario(model=MLP, batch=rows(), prepare=prepare))
+    check(replace(REGRESSION, prepare=prepare))
 
 
 @two_ranks
 @pytest.mark.slow
 def test_an_adopted_model_lowered_by_inductor_trains_like_fsdp2() -> None:
-    check_inductor(Scenario(model=MLP, batch=rows(), prepare=then_adopted(only_shard)))
+    check_inductor(replace(REGRESSION, prepare=then_adopted(only_shard)))
 
 
 def clipped(run: Run) -> None:
@@ -185,28 +179,13 @@ def adopted_and_compiled(model: nn.Module) -> nn.Module:
 @two_ranks
 def test_an_fsdp2_run_goes_on_with_its_optimizer_after_adopt() -> None:
     """Also where blocks were compiled, and the optimizer has made its state."""
-    check(
-        Scenario(
-            model=MLP,
-            batch=rows(),
-            prepare=compiled_blocks,
-            before_step=at_step(2, adopted_and_compiled),
-            update=clipped,
-        )
-    )
+    before_step = at_step(2, adopted_and_compiled)
+    check(replace(ONE_BLOCK, prepare=compiled_blocks, before_step=before_step, update=clipped))
 
 
 @two_ranks
 def test_a_run_goes_on_with_its_optimizer_after_release() -> None:
-    check(
-        Scenario(
-            model=GPT,
-            batch=tokens(),
-            loss=cross_entropy,
-            before_step=at_step(2, fxshard.release),
-            update=clipped,
-        )
-    )
+    check(replace(REGRESSION, before_step=at_step(2, fxshard.release), update=clipped))
 
 
 @pytest.mark.slow
@@ -216,7 +195,7 @@ def test_a_run_goes_there_and_back_and_there() -> None:
         if run.system.ours and step:
             run.model = fxshard.release(run.model) if step % 2 else adopted_and_compiled(run.model)
 
-    check(Scenario(model=MLP, batch=rows(), prepare=then_adopted(prefetching), before_step=change))
+    check(replace(REGRESSION, prepare=then_adopted(prefetching), before_step=change))
 
 
 @two_ranks
@@ -232,7 +211,7 @@ def test_gradients_that_are_there_stay() -> None:
         second.backward()
         return second
 
-    check_bitwise(Scenario(model=MLP, batch=rows(), prepare=compiled_blocks, backward=backward))
+    check_bitwise(replace(ONE_BLOCK, prepare=compiled_blocks, backward=backward))
 
 
 @two_ranks
@@ -279,4 +258,4 @@ def test_a_registered_method_trains_like_fsdp2s(adopted: bool) -> None:
             fxshard.adopt(model)
         return tools.compile(model)
 
-    check_close(Scenario(model=WithEncode, batch=rows(), loss=encoded_error, prepare=prepare))
+    check_close(replace(REGRESSION, model=WithEncode, loss=encoded_error, prepare=prepare))

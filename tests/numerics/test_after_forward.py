@@ -16,8 +16,8 @@ import fxshard
 from fxshard.ir.collectives import ALONE_BYTES
 from fxshard.sharding.sharded_module import units_under
 from fxshard.tools.bench import traffic
-from tests.numerics.harness import EAGER, compile_module, full
-from tests.pairwise import each_once, slow
+from tests.numerics.harness import EAGER, compile_module, full, sharded_as
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 WIDTH, WORDS = 6, 10
@@ -89,18 +89,11 @@ def loss_of(run: nn.Module, model: Any, tokens: Tensor, chunks: int = 1) -> Tens
 
 def sharded(kind: type[Headless], way: str) -> tuple[nn.Module, Headless]:
     model = kind().double()
-    if way == "one line":
-        return compile_module(model, EAGER), model
     if way == "one line, regional":
         return compile_module(model, {**EAGER, "regional": True}), model
-    for block in model.blocks:
-        fxshard.fully_shard(block)
-        if way == "in parts":
-            block.compile(backend="fxshard", options=EAGER)
-    fxshard.fully_shard(model)
-    if way in ("eager", "in parts"):
-        return model, model
-    return compile_module(model, {"lower": "inductor" if way == "inductor" else "eager"}), model
+    if way == "inductor":
+        return sharded_as(model, "compiled", lower="inductor"), model
+    return sharded_as(model, way), model
 
 
 def mean_grads(model: nn.Module, microbatches: int = 1) -> dict[str, Tensor]:
@@ -118,13 +111,42 @@ def assert_same(model: nn.Module, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-12)
 
 
+def backward_of_chunks(run: nn.Module, model: Any, tokens: Tensor) -> None:
+    """Run a backward for each chunk of a detached hidden state, and one for what comes before it."""
+    hidden = run(tokens)
+    detached = hidden.detach().requires_grad_()
+    for part, words in zip(detached.chunk(2), tokens.chunk(2), strict=True):
+        logits = part.flatten(0, 1) @ model.head.weight.t()
+        (nn.functional.cross_entropy(logits, words.flatten(), reduction="sum") / tokens.numel()).backward()
+    hidden.backward(detached.grad)
+
+
 def assert_trains_as_unsharded(run: nn.Module, model: Headless, kind: type[Headless]) -> None:
-    expected = mean_grads(kind().double())
-    for _ in range(2):
+    expected, tokens = mean_grads(kind().double()), tokens_of(dist.get_rank())
+    for in_chunks in (False, False, True):
         model.zero_grad()
-        loss_of(run, model, tokens_of(dist.get_rank()), chunks=2).backward()
+        if in_chunks:
+            backward_of_chunks(run, model, tokens)
+        else:
+            loss_of(run, model, tokens, chunks=2).backward()
         assert_same(model, expected)
         assert isinstance(model.head.weight, DTensor)
+
+
+def evaluate(run: nn.Module, model: Any, kind: type[Headless]) -> None:
+    """An evaluation reads the parameters, too; what is trained between them changes nothing."""
+    plain, tokens = kind().double(), tokens_of(dist.get_rank())
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            for each in range(2):
+                torch.testing.assert_close(
+                    run(tokens).sum() + model.head.weight.sum(), plain(tokens).sum() + plain.head.weight.sum()
+                )
+                if kind is not Apart:
+                    torch.testing.assert_close(model.embed.weight[each], plain.embed.weight[each].detach())
+        loss = run(tokens).sum() + model.head.weight.sum()
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
 
 
 @two_ranks
@@ -133,7 +155,9 @@ def assert_trains_as_unsharded(run: nn.Module, model: Headless, kind: type[Headl
 def test_a_loss_that_reads_a_root_parameter_gives_the_gradient_of_unsharded_training(
     way: str, kind: type[Headless]
 ) -> None:
-    assert_trains_as_unsharded(*sharded(kind, way), kind)
+    run, model = sharded(kind, way)
+    evaluate(run, model, kind)
+    assert_trains_as_unsharded(run, model, kind)
 
 
 @two_ranks
@@ -216,16 +240,19 @@ def test_a_forward_that_failed_leaves_it_sharded() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("ends", ["backward", "forward", "reshard"])
-def test_refuses_writes_into_the_unsharded_parameter(ends: str) -> None:
-    run, model = sharded(Headless, "compiled")
+def test_refuses_writes_into_the_unsharded_parameter() -> None:
     tokens = tokens_of(dist.get_rank())
-    hidden = run(tokens)
-    with torch.no_grad():
-        model.head.weight.mul_(2)
-    end = {"backward": hidden.sum().backward, "forward": lambda: run(tokens), "reshard": cast(Any, model).reshard}[ends]
-    with pytest.raises(fxshard.UnsupportedGraph, match=r"(?s)unsharded parameters were changed in place: head.weight"):
-        end()
+    for ends in ("backward", "forward", "reshard"):
+        run, model = sharded(Headless, "compiled")
+        hidden = run(tokens)
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        reshard = cast(Any, model).reshard
+        end = {"backward": hidden.sum().backward, "forward": partial(run, tokens), "reshard": reshard}[ends]
+        with pytest.raises(
+            fxshard.UnsupportedGraph, match=r"(?s)unsharded parameters were changed in place: head.weight"
+        ):
+            end()
 
 
 @two_ranks
@@ -241,21 +268,6 @@ def test_of_a_unit_that_was_resharded_full_tensor_with_a_partial_gradient_does_t
     assert_same(model, mean_grads(Headless().double()))
 
 
-@two_ranks
-@WAYS
-def test_chunks_of_a_detached_hidden_state_have_backwards_of_their_own(way: str) -> None:
-    run, model = sharded(Headless, way)
-    expected = mean_grads(Headless().double())
-    tokens = tokens_of(dist.get_rank())
-    hidden = run(tokens)
-    detached = hidden.detach().requires_grad_()
-    for part, words in zip(detached.chunk(2), tokens.chunk(2), strict=True):
-        logits = part.flatten(0, 1) @ model.head.weight.t()
-        (nn.functional.cross_entropy(logits, words.flatten(), reduction="sum") / tokens.numel()).backward()
-    hidden.backward(detached.grad)
-    assert_same(model, expected)
-
-
 class WithHead(Headless):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(super().forward(tokens))
@@ -268,6 +280,7 @@ def test_what_forward_has_read_may_be_read_by_the_loss_as_well(way: str) -> None
         return (run(tokens) @ model.head.weight).square().mean() + model.embed.weight.square().mean()
 
     run, model = sharded(WithHead, way)
+    evaluate(run, model, WithHead)
     reference = WithHead().double()
     for rank in range(2):
         (loss(reference, reference, tokens_of(rank)) / 2).backward()
@@ -283,24 +296,6 @@ def test_what_forward_has_read_may_be_read_by_the_loss_as_well(way: str) -> None
     assert isinstance(model.state_dict()["head.weight"], DTensor)
     with pytest.raises(AttributeError, match="no attribute `nothing`"):
         model.get_parameter("head.nothing")
-
-
-@two_ranks
-@WAYS
-@each_once(context=[torch.no_grad, torch.inference_mode], kind=[Headless, Tied, WithHead])
-def test_evaluation_reads_it_too(way: str, context: Any, kind: type[Headless]) -> None:
-    run, model = sharded(kind, way)
-    plain, tokens = kind().double(), tokens_of(dist.get_rank())
-    for _ in range(2):
-        with context():
-            for each in range(2):
-                torch.testing.assert_close(
-                    run(tokens).sum() + model.head.weight.sum(), plain(tokens).sum() + plain.head.weight.sum()
-                )
-                torch.testing.assert_close(model.embed.weight[each], plain.embed.weight[each].detach())
-        loss = run(tokens).sum() + model.head.weight.sum()
-        loss.backward()
-        torch.optim.SGD(model.parameters(), lr=0.0).step()
 
 
 @two_ranks
@@ -341,19 +336,19 @@ def test_new_values_are_read_after_a_step_or_a_load() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("mark", ["hook", "requires_grad"])
-def test_refuses_what_would_be_lost_with_the_unsharded_parameter(mark: str) -> None:
-    run, model = sharded(Headless, "compiled")
-    dict(model.named_parameters())["head.weight"].requires_grad_(mark == "hook")
-    hidden = run(tokens_of(dist.get_rank()))
-    if mark == "hook":
-        model.head.weight.register_hook(lambda grad: grad * 2)
-    else:
-        model.head.weight.requires_grad_(True)
-    with pytest.raises(
-        fxshard.UnsupportedGraph, match=r"got hooks or another requires_grad: head.weight\. They would be"
-    ):
-        hidden.sum().backward()
+def test_refuses_what_would_be_lost_with_the_unsharded_parameter() -> None:
+    for mark in ("hook", "requires_grad"):
+        run, model = sharded(Headless, "compiled")
+        dict(model.named_parameters())["head.weight"].requires_grad_(mark == "hook")
+        hidden = run(tokens_of(dist.get_rank()))
+        if mark == "hook":
+            model.head.weight.register_hook(lambda grad: grad * 2)
+        else:
+            model.head.weight.requires_grad_(True)
+        with pytest.raises(
+            fxshard.UnsupportedGraph, match=r"got hooks or another requires_grad: head.weight\. They would be"
+        ):
+            hidden.sum().backward()
 
 
 @two_ranks

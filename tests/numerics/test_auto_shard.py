@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,12 +22,12 @@ from fxshard.testing import emulated_link
 from tests.numerics.harness import (
     EAGER,
     Run,
-    Scenario,
     Tools,
     adamw,
     check,
     check_against_unsharded,
     check_bitwise,
+    check_each,
     compile_module,
     full,
     fxshard_system,
@@ -40,31 +39,10 @@ from tests.numerics.harness import (
     update,
 )
 from tests.numerics.loops import clip_and_update, evaluate_once_in_inference_mode, remember_buffers, scaled
-from tests.numerics.models import (
-    MLP,
-    BatchNorm,
-    Block,
-    Tables,
-    Uneven,
-    cross_entropy,
-    mlp_with_a_frozen_block,
-    rows,
-    tied_gpt,
-    tokens,
-)
-from tests.numerics.scenarios import SCENARIOS
+from tests.numerics.models import GPT, MLP, Block, rows
+from tests.numerics.scenarios import ONE_BLOCK, REGRESSION, SCENARIOS, TIED
 from tests.ranks import fresh_ranks, two_ranks
-from tests.watching import bytes_of_rows, storage_bytes
-
-
-@pytest.mark.slow
-@two_ranks
-def test_shards_at_the_first_call_with_an_optimizer_built_before() -> None:
-    scenario = SCENARIOS["one line"]
-    check(scenario)
-    run = train(scenario, fxshard_system())
-    assert all(isinstance(p, DTensor) for p in run.model.parameters())
-    assert storage_bytes(run.model.parameters()) <= bytes_of_rows(run.model)
+from tests.watching import bytes_of_rows, said_by, storage_bytes
 
 
 @pytest.mark.slow
@@ -93,26 +71,26 @@ def compile_and_call_once(model: nn.Module, tools: Tools) -> nn.Module:
 
 
 @two_ranks
-def test_shards_at_the_first_call_with_an_optimizer_built_after() -> None:
-    check(Scenario(model=MLP, batch=rows(), prepare=compile_and_call_once))
+def test_shards_at_the_first_call_with_an_optimizer_built_before_or_after() -> None:
+    """One of them clips the norm of gradients."""
+    after, clips = replace(REGRESSION, prepare=compile_and_call_once), partial(clip_and_update, foreach=None)
+    runs = check_each({"after": after, "before": replace(SCENARIOS["one line"], update=clips)})
+    for run in runs.values():
+        assert all(isinstance(p, DTensor) for p in run.model.parameters())
+        assert storage_bytes(run.model.parameters()) <= 2 * bytes_of_rows(run.model)  # in float64
 
 
 @two_ranks
 def test_shards_models_with_tied_frozen_uneven_and_integer_parameters() -> None:
-    check(Scenario(model=tied_gpt, batch=tokens(), loss=cross_entropy, prepare=only_compile))
-    check(Scenario(model=mlp_with_a_frozen_block, batch=rows(), prepare=only_compile))
-    check(Scenario(model=Uneven, batch=rows(15, 15), prepare=only_compile))
-    check(Scenario(model=Tables, batch=rows(), prepare=only_compile, before_step=remember_buffers))
+    check(replace(TIED, model=partial(GPT, tied=True, num_blocks=1), prepare=only_compile))
+    check(replace(SCENARIOS["frozen parameters"], prepare=only_compile))
+    check(replace(SCENARIOS["uneven parameters"], prepare=only_compile))
+    check(replace(SCENARIOS["tables"], prepare=only_compile, before_step=remember_buffers))
 
 
 @two_ranks
 def test_keeps_batch_norm_statistics_per_rank() -> None:
-    check_bitwise(Scenario(model=BatchNorm, batch=rows(), prepare=only_compile, before_step=remember_buffers))
-
-
-@two_ranks
-def test_clips_the_norm_of_gradients() -> None:
-    check(Scenario(model=MLP, batch=rows(), prepare=only_compile, update=partial(clip_and_update, foreach=None)))
+    check_bitwise(replace(SCENARIOS["BatchNorm"], prepare=only_compile, before_step=remember_buffers))
 
 
 @pytest.mark.slow
@@ -124,7 +102,7 @@ def test_scales_the_loss_and_skips_steps_that_overflow() -> None:
 @pytest.mark.slow
 @two_ranks
 def test_evaluates_before_the_first_training_step() -> None:
-    check(Scenario(model=MLP, batch=rows(), prepare=only_compile, before_step=evaluate_once_in_inference_mode))
+    check(replace(SCENARIOS["one line"], before_step=evaluate_once_in_inference_mode))
 
 
 class Scheduled:
@@ -173,7 +151,7 @@ def adamw_with_loaded_state(parameters: Iterable[nn.Parameter]) -> Optimizer:
 @pytest.mark.slow
 @two_ranks
 def test_shards_the_state_that_was_loaded_into_the_optimizer() -> None:
-    scenario = Scenario(model=MLP, batch=rows(), prepare=only_compile, optimizer=adamw_with_loaded_state)
+    scenario = replace(SCENARIOS["one line"], optimizer=adamw_with_loaded_state)
     check_against_unsharded(scenario)
     run = train(scenario, fxshard_system())
     states = [x for state in run.optim.state.values() for x in state.values() if x.dim() > 0]
@@ -193,17 +171,6 @@ def test_refuses_a_parameter_list_taken_before_the_first_call() -> None:
     assert len(taken) == len(list(run.model.parameters()))
 
 
-class Messages(logging.Handler):
-    """Collects the warnings that are logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def initialised_by_rank(model: nn.Module, tools: Tools) -> nn.Module:
     if tools.system.fully_shard is not None and dist.get_rank() == 1:
         with torch.no_grad():
@@ -214,13 +181,10 @@ def initialised_by_rank(model: nn.Module, tools: Tools) -> nn.Module:
 
 @two_ranks
 def test_broadcasts_the_values_of_rank_zero_with_one_warning_when_ranks_differ() -> None:
-    logger, messages = logging.getLogger("fxshard"), Messages()
-    logger.addHandler(messages)
-    with warnings.catch_warnings(record=True) as caught:
+    with said_by("fxshard") as messages, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check_against_unsharded(Scenario(model=MLP, batch=rows(), prepare=initialised_by_rank))
-    logger.removeHandler(messages)
-    texts = [text for text in [*messages.texts, *(str(w.message) for w in caught)] if "rank 0" in text]
+        check_against_unsharded(replace(ONE_BLOCK, prepare=initialised_by_rank))
+    texts = [text for text in [*messages, *(str(w.message) for w in caught)] if "rank 0" in text]
     assert len(texts) <= 1, texts
     assert texts or dist.get_rank() != 0, "rank 0 said nothing"
 
@@ -228,11 +192,9 @@ def test_broadcasts_the_values_of_rank_zero_with_one_warning_when_ranks_differ()
 @pytest.mark.slow
 @two_ranks
 def test_says_nothing_when_ranks_agree() -> None:
-    logger, messages = logging.getLogger("fxshard"), Messages()
-    logger.addHandler(messages)
-    train(SCENARIOS["one line"], fxshard_system())
-    logger.removeHandler(messages)
-    assert messages.texts == []
+    with said_by("fxshard") as messages:
+        train(SCENARIOS["one line"], fxshard_system())
+    assert messages == []
 
 
 class Holder(nn.Module):
@@ -268,7 +230,7 @@ def test_trains_a_submodule_compiled_alone_when_the_rest_is_frozen() -> None:
             tools.compile_in_place(model.body)
         return model
 
-    check_against_unsharded(Scenario(model=Holder, batch=rows(), prepare=compile_body))
+    check_against_unsharded(replace(REGRESSION, model=Holder, prepare=compile_body))
 
 
 def test_leaves_a_model_on_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,11 +290,3 @@ def test_frees_the_full_parameters_after_the_first_backward() -> None:
     train_step(run, 0)
     gc.collect()
     assert {name: nbytes_of(storage) for name, storage in storages.items() if nbytes_of(storage)} == {}
-
-
-@pytest.mark.slow
-@two_ranks
-def test_gathers_the_trained_parameters_in_full() -> None:
-    run = train(SCENARIOS["one line"], fxshard_system())
-    for name, p in run.named_parameters().items():
-        torch.testing.assert_close(full(p), run.params[name], rtol=0.0, atol=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from fxshard.errors import ConfigError
 from tests.numerics.harness import (
     EAGER,
     Run,
-    Scenario,
     Tools,
     check_against_unsharded,
     compile_module,
@@ -29,7 +29,7 @@ from tests.numerics.harness import (
     update,
 )
 from tests.numerics.models import MLP, WIDTH, rows
-from tests.numerics.scenarios import SCENARIOS
+from tests.numerics.scenarios import ONE_BLOCK, SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -134,7 +134,7 @@ class Averaging:
 @two_ranks
 def test_updates_and_evaluates_an_averaged_model_that_is_sharded_as_well() -> None:
     averaging = Averaging()
-    check_against_unsharded(Scenario(model=MLP, batch=rows(), prepare=averaging.prepare, update=averaging.update))
+    check_against_unsharded(replace(ONE_BLOCK, prepare=averaging.prepare, update=averaging.update))
 
 
 @pytest.mark.slow

@@ -88,7 +88,8 @@ def give(model: nn.Module, gather: Any, reduce: Any) -> None:
 
 
 def of(gather: Any = Bf16Gather, reduce: Any = Int8Reduce, *, compiled: bool = True, **changes: Any) -> Scenario:
-    return replace(REGRESSION, **{"prepare": with_objects(gather, reduce, compiled=compiled), **changes})
+    given: dict[str, Any] = {"prepare": with_objects(gather, reduce, compiled=compiled), **changes}
+    return replace(REGRESSION, **given)
 
 
 def replicated() -> Scenario:

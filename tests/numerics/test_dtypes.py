@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +24,6 @@ from fxshard.errors import ConfigError
 from tests.numerics.harness import (
     EAGER,
     Prepare,
-    Scenario,
     Tools,
     blocks_of,
     check_bitwise,
@@ -32,11 +34,13 @@ from tests.numerics.harness import (
     only_shard,
     shard_and_compile,
     shard_blocks,
+    sharded,
+    sharded_as,
     start,
     train_step,
-    world_mesh,
 )
-from tests.numerics.models import MLP, WIDTH, rows
+from tests.numerics.models import MLP, WIDTH
+from tests.numerics.scenarios import REGRESSION
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -105,9 +109,9 @@ def stored_in(tools_prepare: Prepare) -> Prepare:
     return prepare
 
 
-STORED = Scenario(
-    model=lambda: Mixed(torch.bfloat16),
-    batch=rows(),
+STORED = replace(
+    REGRESSION,
+    model=partial(Mixed, torch.bfloat16),
     cast_model=False,
     shard_kwargs={"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)},
 )
@@ -116,7 +120,7 @@ STORED = Scenario(
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
 def test_trains_fp32_norms_beside_bf16_weights_in_one_unit(prepare: Prepare) -> None:
-    check_bitwise(dataclasses.replace(STORED, prepare=stored_in(prepare)))
+    check_bitwise(replace(STORED, prepare=stored_in(prepare)))
 
 
 def keep_norms(model: nn.Module, tools: Tools) -> MixedPrecisionPolicy:
@@ -134,8 +138,8 @@ def overridden(compiled: bool) -> Prepare:
         if not tools.system.ours and not HAS_OVERRIDE:
             norms_apart(model, tools)
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        inner = dataclasses.replace(tools.scenario, shard_kwargs={"mp_policy": policy})
-        shard_blocks(model, dataclasses.replace(tools, scenario=inner))
+        inner = replace(tools.scenario, shard_kwargs={"mp_policy": policy})
+        shard_blocks(model, replace(tools, scenario=inner))
         return tools.compile(model) if compiled else model
 
     return prepare
@@ -144,32 +148,32 @@ def overridden(compiled: bool) -> Prepare:
 @two_ranks
 @pytest.mark.parametrize("compiled", [True, False])
 def test_gathers_norms_in_their_own_dtype_where_the_policy_says_so(compiled: bool) -> None:
-    check_bitwise(Scenario(model=Mixed, batch=rows(), prepare=overridden(compiled)))
+    check_bitwise(replace(REGRESSION, model=Mixed, prepare=overridden(compiled)))
 
 
 @pytest.mark.slow
 @two_ranks
 def test_compiled_code_gathers_two_dtypes_of_a_unit() -> None:
     # Inductor keeps fp32 between fused bf16 operations, where eager rounds: a bf16 ulp is 2**-8.
-    check_inductor(Scenario(model=Mixed, batch=rows(), prepare=overridden(compiled=True)), rtol=2**-6, atol=2**-6)
+    check_inductor(replace(REGRESSION, model=Mixed, prepare=overridden(compiled=True)), rtol=2**-6, atol=2**-6)
 
 
 @two_ranks
 @pytest.mark.skipif(not HAS_OVERRIDE, reason="the policy has param_dtype_override_fn from torch 2.15 on")
 def test_adopts_and_releases_a_unit_with_two_dtypes() -> None:
     def prepare(model: nn.Module, tools: Tools) -> nn.Module:
-        by_torch = dataclasses.replace(tools.system, fully_shard=torch.distributed.fsdp.fully_shard)
-        model = overridden(compiled=False)(model, dataclasses.replace(tools, system=by_torch))
+        by_torch = replace(tools.system, fully_shard=torch.distributed.fsdp.fully_shard)
+        model = overridden(compiled=False)(model, replace(tools, system=by_torch))
         if tools.system.ours:
             model = fxshard.adopt(fxshard.release(fxshard.adopt(model)))
         return tools.compile(model)
 
-    check_bitwise(Scenario(model=Mixed, batch=rows(), prepare=prepare))
+    check_bitwise(replace(REGRESSION, model=Mixed, prepare=prepare))
 
 
 @two_ranks
 def test_reads_a_parameter_in_the_dtype_that_was_chosen_for_it() -> None:
-    run = start(Scenario(model=Mixed, batch=rows(), prepare=overridden(compiled=False)), fxshard_system())
+    run = start(replace(REGRESSION, model=Mixed, prepare=overridden(compiled=False)), fxshard_system())
     seen: dict[str, torch.dtype] = {}
 
     def look(module: nn.Module, args: Any) -> None:
@@ -194,37 +198,15 @@ def test_explains_a_unit_with_two_dtypes(mesh: DeviceMesh) -> None:
     assert Counter(cost.dtype for cost in moved) == {"f32": 1, "bf16": 1}
 
 
-Sharded = Callable[[nn.Module], nn.Module]
-
-
-def one_line(model: nn.Module) -> nn.Module:
-    return compile_module(model, EAGER)
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    for module in (*blocks_of(model), model):
-        fxshard.fully_shard(module, mesh=world_mesh())
-    return model
-
-
-def compiled(model: nn.Module) -> nn.Module:
-    return compile_module(uncompiled(model), EAGER)
-
-
-def through_inductor(model: nn.Module) -> nn.Module:
-    return compile_module(uncompiled(model), {"lower": "inductor"})
-
-
-def by_blocks(model: nn.Module) -> nn.Module:
-    uncompiled(model)
-    for block in blocks_of(model):
-        block.compile(backend="fxshard", options=dict(EAGER))
-    return model
-
-
 def over_replicas(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     return compile_module(fxshard.fully_shard(model, mesh=mesh), EAGER)
+
+
+def shard(model: nn.Module, way: str) -> nn.Module:
+    if way == "inductor":
+        return sharded_as(model, "compiled", lower=way)
+    return over_replicas(model) if way == "replicas" else sharded_as(model, way)
 
 
 def set_it(model: nn.Module, names: str) -> None:
@@ -242,26 +224,25 @@ def loss(model: nn.Module, step: int) -> Tensor:
 @two_ranks
 @pytest.mark.parametrize("names", ["", slow("weight")])
 @pytest.mark.parametrize(
-    ("shard", "after"),
+    ("way", "after"),
     [
-        (one_line, False),
-        (compiled, False),
-        (compiled, True),
-        (uncompiled, False),
-        slow(uncompiled, True),
-        slow(by_blocks, False),
-        slow(over_replicas, False),
-        slow(through_inductor, True),
+        ("one line", False),
+        ("compiled", False),
+        ("compiled", True),
+        ("eager", False),
+        slow("eager", True),
+        slow("in parts", False),
+        slow("replicas", False),
+        slow("inductor", True),
     ],
 )
-def test_sums_of_bf16_gradients_are_those_of_unsharded_training(shard: Sharded, after: bool, names: str) -> None:
-    torch.manual_seed(0)
-    plain, model = MLP().bfloat16(), MLP().bfloat16()
-    model.load_state_dict(plain.state_dict())
+def test_sums_of_bf16_gradients_are_those_of_unsharded_training(way: str, after: bool, names: str) -> None:
+    plain = MLP(1).bfloat16()
+    model = copy.deepcopy(plain)
     set_it(plain, names)
     if not after:
         set_it(model, names)
-    run = shard(model)
+    run = shard(model, way)
     if after:
         set_it(model, names)
     for step in range(8):
@@ -275,20 +256,19 @@ def test_sums_of_bf16_gradients_are_those_of_unsharded_training(shard: Sharded, 
             mean = expected.grad.double()
             dist.all_reduce(mean)
             # Inductor rounds less to bf16 within a backward.
-            rtol, atol = (0.1, 1e-3) if shard is through_inductor else (1e-6, 1e-7)
+            rtol, atol = (0.1, 1e-3) if way == "inductor" else (1e-6, 1e-7)
             torch.testing.assert_close(full(found.grad).double(), mean / 2, rtol=rtol, atol=atol)
 
 
 @pytest.mark.slow
 @two_ranks
-@pytest.mark.parametrize("shard", [compiled, slow(uncompiled)])
-def test_microbatches_are_added_up_and_stepped_with_in_it(shard: Sharded) -> None:
-    torch.manual_seed(0)
-    plain, model = MLP().bfloat16(), MLP().bfloat16()
-    model.load_state_dict(plain.state_dict())
+@pytest.mark.parametrize("way", ["compiled", slow("eager")])
+def test_microbatches_are_added_up_and_stepped_with_in_it(way: str) -> None:
+    plain = MLP(1).bfloat16()
+    model = copy.deepcopy(plain)
     for each in (plain, model):
         set_it(each, "")
-    run: Any = shard(model)
+    run: Any = shard(model, way)
     ours, theirs = SGD(model.parameters(), lr=0.1), SGD(plain.parameters(), lr=0.1)
     for step in range(8):
         with fxshard.no_sync(run) if step % 4 < 3 else nullcontext():
@@ -312,9 +292,9 @@ def test_microbatches_are_added_up_and_stepped_with_in_it(shard: Sharded) -> Non
 
 @two_ranks
 def test_fsdp2_has_none() -> None:
-    model = MLP().bfloat16()
+    model = MLP(1).bfloat16()
     set_it(model, "weight")
-    uncompiled(model)
+    sharded(model)
     with pytest.raises(ConfigError, match=r"(?s)FSDP2 has no grad_dtype: .*weight \(torch\.float32\).*whole=True"):
         fxshard.release(model)
     whole = fxshard.release(model, whole=True)
@@ -322,7 +302,7 @@ def test_fsdp2_has_none() -> None:
 
 
 def test_explain_shows_it() -> None:
-    model = MLP().bfloat16()
+    model = MLP(1).bfloat16()
     set_it(model, "")
     explained = fxshard.explain(model, torch.ones(2, WIDTH).bfloat16(), world_size=4)
     shards = [shard for frame in explained.frames for unit in frame.plan.units.values() for shard in unit.shards]

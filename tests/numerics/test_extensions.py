@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import fxshard
-from fxshard import ConfigError, MixedPrecisionPolicy
+from fxshard import ConfigError
 from fxshard.runtime.parameters import local_of
 from tests.models import FeedForward
+from tests.numerics import harness
 from tests.numerics.float8 import Float8Weight, Half, give_hooks
 from tests.numerics.harness import (
     EAGER,
     FSDP2,
     Run,
     Scenario,
-    blocks_of,
     check_bitwise,
     check_inductor,
     compare,
@@ -36,6 +36,7 @@ from tests.numerics.harness import (
 )
 from tests.numerics.microbatches import kept, several
 from tests.numerics.models import MLP, WIDTH, CheckpointedMLP, rows
+from tests.numerics.scenarios import BF16
 from tests.pairwise import each_once, slow
 from tests.ranks import two_ranks
 from tests.state.helpers import shared_folder
@@ -70,9 +71,6 @@ def scenario(
     return Scenario(model=model, batch=rows(), cast_model=False, **kwargs)
 
 
-BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
 @two_ranks
 @each_once(cls=[Half, Float8Weight], prepare=[only_shard, shard_and_compile])
 def test_trains_as_fsdp2_with_the_same_subclass(cls: type[Float8Weight], prepare: Callable[..., nn.Module]) -> None:
@@ -83,9 +81,9 @@ def test_trains_as_fsdp2_with_the_same_subclass(cls: type[Float8Weight], prepare
 @pytest.mark.parametrize(
     "kwargs",
     [
-        pytest.param({"shard_kwargs": {"mp_policy": BFLOAT16}}, id="mixed precision"),
+        pytest.param({"shard_kwargs": {"mp_policy": BF16}, "num_blocks": 1}, id="mixed precision"),
         pytest.param({"frozen": True, "checkpoints": True}, id="frozen and checkpointed"),
-        pytest.param({"hidden": 7}, id="uneven rows"),
+        pytest.param({"hidden": 7, "num_blocks": 1}, id="uneven rows"),
         pytest.param({"prepare": compile_each_block}, id="block by block", marks=pytest.mark.slow),
         pytest.param({"backward": several}, id="microbatches", marks=pytest.mark.slow),
         pytest.param(
@@ -130,10 +128,7 @@ def test_hooks_see_what_is_set_on_the_local_tensor() -> None:
 
 
 def sharded(**kwargs: Any) -> nn.Module:
-    model = give_hooks(mlp())
-    for part in (*blocks_of(model), model):
-        fxshard.fully_shard(part, mesh=world_mesh(), **kwargs)
-    return model
+    return harness.sharded(give_hooks(mlp()), mesh=world_mesh(), **kwargs)
 
 
 @two_ranks
@@ -174,9 +169,8 @@ def test_checkpoints_have_plain_rows() -> None:
 def test_a_state_that_is_assigned_keeps_the_hooks(device: str) -> None:
     model = sharded()
     with torch.device(device):
-        other = give_hooks(mlp())
-    for part in (*blocks_of(other), other):
-        fxshard.fully_shard(part, mesh=world_mesh())
+        plain = give_hooks(mlp())
+    other = harness.sharded(plain, mesh=world_mesh())
     other.load_state_dict(model.state_dict(), assign=True)
     x = torch.ones(2, WIDTH)
     assert torch.equal(compile_module(other, EAGER)(x), model(x))
@@ -200,8 +194,7 @@ def test_a_write_that_torch_does_not_count_is_gathered() -> None:
 def test_a_model_on_meta_gets_its_values_later() -> None:
     with torch.device("meta"):
         model = give_hooks(mlp())
-    for part in (*blocks_of(model), model):
-        fxshard.fully_shard(part, mesh=world_mesh())
+    harness.sharded(model, mesh=world_mesh())
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():

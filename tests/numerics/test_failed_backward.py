@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 import fxshard
-from tests.numerics.harness import EAGER, compile_module, full
+from tests.numerics.harness import full, sharded_as
 from tests.pairwise import each_once, slow
 from tests.ranks import two_ranks
 
@@ -63,14 +63,7 @@ def plain() -> Net:
 
 def sharded(way: str) -> tuple[nn.Module, Any]:
     model = plain()
-    if way == "one line":
-        return compile_module(model, EAGER), model
-    for layer in (model.first, model.last):
-        fxshard.fully_shard(layer)
-        if way == "in parts":
-            layer.compile(backend="fxshard", options=EAGER)
-    fxshard.fully_shard(model)
-    return (compile_module(model, EAGER) if way == "compiled" else model), model
+    return sharded_as(model, way, parts=(model.first, model.last)), model
 
 
 def fail(grad: Tensor) -> None:
@@ -139,6 +132,7 @@ def test_the_next_forward_refuses_to_go_on_until_the_step_is_given_up(way: str, 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("set_to_none", [True, slow(False)])
 def test_zero_grad_of_the_model_drops_what_waits(way: str, set_to_none: bool) -> None:
+    """Also between microbatches."""
     run, model = sharded(way)
     accumulate(run, model, [1, 2])
     model.zero_grad(set_to_none)
@@ -146,17 +140,9 @@ def test_zero_grad_of_the_model_drops_what_waits(way: str, set_to_none: bool) ->
     model.zero_grad(set_to_none)
     accumulate(run, model, [5, 6])
     assert_is_mean_of(model, [5, 6])
-
-
-@two_ranks
-@pytest.mark.parametrize("way", WAYS)
-def test_zero_grad_between_microbatches_drops_the_earlier_ones(way: str) -> None:
-    run, model = sharded(way)
-    backward(run, 0)
-    model.zero_grad()
     with fxshard.no_sync(model):
         backward(run, 1)
-    model.zero_grad()
+    model.zero_grad(set_to_none)
     backward(run, 2)
     assert_is_mean_of(model, [2])
 

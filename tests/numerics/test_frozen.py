@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import UnsupportedGraph, fully_shard
-from tests.numerics.harness import compile_module, full
+from fxshard import UnsupportedGraph
+from tests.numerics.harness import full, sharded_as
 from tests.pairwise import each_once, slow
 from tests.ranks import two_ranks
 
@@ -27,12 +27,7 @@ def blocks(count: int = 3) -> nn.Sequential:
 
 
 def sharded(model: nn.Sequential, lower: str, *, one_by_one: bool) -> nn.Module:
-    for block in model:
-        fully_shard(block)
-        if one_by_one:
-            block.compile(backend="fxshard", options={"lower": lower})
-    fully_shard(model)
-    return model if one_by_one else compile_module(model, {"lower": lower})
+    return sharded_as(model, "in parts" if one_by_one else "compiled", parts=model, lower=lower)
 
 
 def batch(rank: int, step: int = 0) -> Tensor:

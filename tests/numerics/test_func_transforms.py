@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxshard
-from tests.numerics.harness import EAGER, compile_module, full
+from tests.numerics.harness import EAGER, full, sharded_as
 from tests.ranks import two_ranks
 
 Apply = Callable[[Any], Tensor]
@@ -72,23 +72,15 @@ TRANSFORMS = (jvp, vjp, grad, vmap, jacobian, per_sample, hessian)
 
 
 def sharded(form: str) -> tuple[Any, nn.Module]:
-    model = net()
-    if form == "by block":
-        for part in model:  # type: ignore[attr-defined]
-            if isinstance(part, nn.Linear):
-                fxshard.fully_shard(part)
-                part.compile(backend="fxshard", options=EAGER)
-    fxshard.fully_shard(model)
-    return (compile_module(model, EAGER) if form == "compiled" else model), model
+    model: Any = net()
+    return sharded_as(model, form, parts=(model[0], model[2]) if form == "in parts" else ()), model
 
 
 @two_ranks
-@pytest.mark.parametrize("form", ["compiled", "by block", "uncompiled"])
+@pytest.mark.parametrize("form", ["compiled", "in parts", "eager"])
 def test_transforms_of_the_input_give_what_an_unsharded_model_gives(form: str) -> None:
     run, model = sharded(form)
-    for transform in (
-        TRANSFORMS if form == "compiled" else (*TRANSFORMS, linearize) if form == "uncompiled" else TRANSFORMS
-    ):
+    for transform in (*TRANSFORMS, *([linearize] if form == "eager" else [])):
         torch.testing.assert_close(transform(run), transform(net()), msg=transform.__name__)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -103,7 +95,7 @@ def test_transforms_of_the_input_give_what_an_unsharded_model_gives(form: str) -
 @two_ranks
 @pytest.mark.parametrize("transform", [jvp, grad, vmap])
 def test_what_a_transform_gives_trains_the_parameters(transform: Apply) -> None:
-    run, model = sharded("uncompiled")
+    run, model = sharded("eager")
     transform(run).square().mean().backward()
     reference = net()
     for rank in range(2):
@@ -119,7 +111,7 @@ def test_what_a_transform_gives_trains_the_parameters(transform: Apply) -> None:
 @two_ranks
 @pytest.mark.parametrize("transform", [grad, jvp, vjp])
 def test_refuses_a_transform_inside_of_what_is_compiled(transform: Apply) -> None:
-    _, model = sharded("uncompiled")
+    _, model = sharded("eager")
     compiled: Any = torch.compile(partial(transform, model), backend="fxshard", options=EAGER)
     with pytest.raises(
         fxshard.UnsupportedGraph, match=r"0.weight is read inside of a torch.func transform in compiled"
@@ -128,7 +120,7 @@ def test_refuses_a_transform_inside_of_what_is_compiled(transform: Apply) -> Non
 
 
 @two_ranks
-@pytest.mark.parametrize("form", ["compiled", "uncompiled"])
+@pytest.mark.parametrize("form", ["compiled", "eager"])
 def test_refuses_a_transform_of_the_parameters(form: str) -> None:
     run, _ = sharded(form)
     whole = {name: full(parameter) for name, parameter in run.named_parameters()}
@@ -142,11 +134,11 @@ def test_refuses_a_transform_of_the_parameters(form: str) -> None:
 
 @two_ranks
 def test_maps_a_batch_inside_of_what_is_compiled() -> None:
-    _, model = sharded("uncompiled")
+    _, model = sharded("eager")
     compiled: Any = torch.compile(partial(vmap, model), backend="fxshard", options=EAGER)
     compiled().square().mean().backward()
     torch.testing.assert_close(compiled(), vmap(net()))
-    _, other = sharded("uncompiled")
+    _, other = sharded("eager")
     vmap(other).square().mean().backward()
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(full(ours.grad), full(theirs.grad))  # type: ignore[arg-type]

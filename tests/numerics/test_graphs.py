@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.numerics.harness import (
     NUM_STEPS,
+    Prepare,
     Run,
-    Scenario,
     check,
     check_against_unsharded,
     check_bitwise,
@@ -31,18 +31,8 @@ from tests.numerics.loops import (
     squared_error_under_autocast,
     two_forwards_before_two_backwards,
 )
-from tests.numerics.models import (
-    GPT,
-    MLP,
-    WIDTH,
-    Broken,
-    checkpointed_gpt,
-    cross_entropy,
-    rows,
-    tokens,
-    tokens_of_many_shapes,
-)
-from tests.numerics.scenarios import SCENARIOS
+from tests.numerics.models import MLP, WIDTH, Broken, CheckpointedMLP
+from tests.numerics.scenarios import ONE_BLOCK, REGRESSION, SCENARIOS, SHAPES
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -97,12 +87,12 @@ def test_trains_across_a_graph_break() -> None:
 @two_ranks
 def test_adds_up_what_two_graphs_give_one_parameter() -> None:
     # Each graph reduces its own part over the ranks; FSDP2 adds the parts first.
-    check_close(Scenario(model=BrokenBetweenReads, batch=rows()))
+    check_close(replace(REGRESSION, model=BrokenBetweenReads))
 
 
 @two_ranks
 def test_trains_with_dicts_as_inputs_and_outputs() -> None:
-    check(Scenario(model=TwoOutputs, batch=rows(), loss=loss_of_dicts))
+    check(replace(REGRESSION, model=TwoOutputs, loss=loss_of_dicts))
 
 
 @pytest.mark.slow
@@ -110,7 +100,7 @@ def test_trains_with_dicts_as_inputs_and_outputs() -> None:
 @pytest.mark.parametrize("dynamic", [None, slow(True), slow(False)])
 def test_trains_on_a_batch_and_length_that_change_each_step(dynamic: bool | None) -> None:
     kwargs = {"dynamic": dynamic}
-    check(Scenario(model=GPT, batch=tokens_of_many_shapes, loss=cross_entropy, compile_kwargs=kwargs))
+    check(replace(SHAPES, compile_kwargs=kwargs))
 
 
 @pytest.mark.slow
@@ -119,39 +109,28 @@ def test_trains_on_a_batch_and_length_that_change_each_step(dynamic: bool | None
 def test_compiles_no_graph_per_shape_unless_told_to(dynamic: bool | None, most_graphs: int) -> None:
     kwargs = {"dynamic": dynamic, "fullgraph": True}
     counters.clear()
-    train(Scenario(model=GPT, batch=tokens_of_many_shapes, loss=cross_entropy, compile_kwargs=kwargs), fxshard_system())
+    train(replace(SHAPES, compile_kwargs=kwargs), fxshard_system())
     assert counters["stats"]["unique_graphs"] <= most_graphs, counters["stats"]
 
 
 @two_ranks
-def test_compiles_once_when_nothing_changes() -> None:
-    counters.clear()
-    check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, compile_kwargs={"fullgraph": True}))
-    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
-
-
-@two_ranks
 @pytest.mark.parametrize("reshard_after_forward", [True, slow(False), slow(None)])
-def test_trains_with_activation_checkpointing(reshard_after_forward: bool | None) -> None:
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
+def test_trains_with_activation_checkpointing(prepare: Prepare, reshard_after_forward: bool | None) -> None:
     shard_kwargs = {"reshard_after_forward": reshard_after_forward}
-    check(Scenario(model=checkpointed_gpt, batch=tokens(), loss=cross_entropy, shard_kwargs=shard_kwargs))
-
-
-@two_ranks
-def test_recomputes_checkpointed_blocks_in_eager_mode() -> None:
-    check(Scenario(model=checkpointed_gpt, batch=tokens(), loss=cross_entropy, prepare=only_shard))
+    check(replace(REGRESSION, model=CheckpointedMLP, prepare=prepare, shard_kwargs=shard_kwargs))
 
 
 @two_ranks
 def test_draws_the_dropout_masks_that_fsdp2_draws() -> None:
-    check_bitwise(Scenario(model=Dropped, batch=rows()))
+    check_bitwise(replace(REGRESSION, model=Dropped))
 
 
 @two_ranks
 @pytest.mark.parametrize("reshard_after_forward", [True, slow(None)])
 def test_trains_under_bf16_autocast(reshard_after_forward: bool | None) -> None:
     shard_kwargs = {"reshard_after_forward": reshard_after_forward}
-    check_bitwise(Scenario(model=MLP, batch=rows(), loss=squared_error_under_autocast, shard_kwargs=shard_kwargs))
+    check_bitwise(replace(ONE_BLOCK, loss=squared_error_under_autocast, shard_kwargs=shard_kwargs))
 
 
 PRECISIONS = {
@@ -173,20 +152,20 @@ def test_trains_in_mixed_precision(precision: str, compiled: bool) -> None:
     policy = PRECISIONS[precision]
     loss = squared_error if policy.cast_forward_inputs else squared_error_in_bf16
     prepare = shard_and_compile if compiled else only_shard
-    check_bitwise(Scenario(model=MLP, batch=rows(), loss=loss, prepare=prepare, shard_kwargs={"mp_policy": policy}))
+    check_bitwise(replace(ONE_BLOCK, loss=loss, prepare=prepare, shard_kwargs={"mp_policy": policy}))
 
 
 @pytest.mark.slow
 @two_ranks
 def test_returns_the_output_dtype_of_the_policy() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    run = check_bitwise(Scenario(model=MLP, batch=rows(), prepare=shard_root, shard_kwargs={"mp_policy": policy}))
+    run = check_bitwise(replace(REGRESSION, prepare=shard_root, shard_kwargs={"mp_policy": policy}))
     assert run.model(run.batch(0)[0]).dtype == torch.float32
 
 
 @two_ranks
 def test_trains_a_bf16_model() -> None:
-    check_bitwise(Scenario(model=lambda: MLP().bfloat16(), batch=rows(), loss=squared_error_in_bf16, cast_model=False))
+    check_bitwise(replace(REGRESSION, model=lambda: MLP(1).bfloat16(), loss=squared_error_in_bf16, cast_model=False))
 
 
 @two_ranks
@@ -196,7 +175,7 @@ def test_divides_gradients_as_fsdp2_does_in_each_dtype(compiled: bool, dtype: to
     """The collective averages float32; float16 is divided before and after it."""
     prepare = shard_and_compile if compiled else only_shard
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-    check_bitwise(Scenario(model=MLP, batch=rows(), prepare=prepare, shard_kwargs={"mp_policy": policy}))
+    check_bitwise(replace(ONE_BLOCK, prepare=prepare, shard_kwargs={"mp_policy": policy}))
 
 
 @pytest.mark.slow
@@ -204,7 +183,7 @@ def test_divides_gradients_as_fsdp2_does_in_each_dtype(compiled: bool, dtype: to
 @pytest.mark.parametrize("reshard_after_forward", [True, False, slow(None)])
 def test_runs_two_forwards_before_two_backwards(reshard_after_forward: bool | None) -> None:
     shard_kwargs = {"reshard_after_forward": reshard_after_forward}
-    scenario = Scenario(model=MLP, batch=rows(), backward=two_forwards_before_two_backwards, shard_kwargs=shard_kwargs)
+    scenario = replace(REGRESSION, backward=two_forwards_before_two_backwards, shard_kwargs=shard_kwargs)
     check(scenario)
     check(replace(scenario, prepare=only_shard))
 
@@ -221,7 +200,7 @@ def penalise_the_gradient_of_the_input(run: Run, step: int) -> Tensor:
 
 @two_ranks
 def test_differentiates_a_gradient_in_eager_mode() -> None:
-    scenario = Scenario(model=MLP, batch=rows(), backward=penalise_the_gradient_of_the_input, prepare=only_shard)
+    scenario = replace(REGRESSION, backward=penalise_the_gradient_of_the_input, prepare=only_shard)
     check_against_unsharded(scenario)
 
 
@@ -229,6 +208,6 @@ def test_differentiates_a_gradient_in_eager_mode() -> None:
 @two_ranks
 def test_runs_one_backward_through_two_forwards() -> None:
     # FSDP2 reduces units whose inputs need no gradient once for both forwards, the others once for each.
-    scenario = Scenario(model=MLP, batch=rows(), backward=one_backward_through_two_forwards)
+    scenario = replace(REGRESSION, backward=one_backward_through_two_forwards)
     check_close(scenario)
     check_close(replace(scenario, prepare=only_shard))

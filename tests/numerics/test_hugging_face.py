@@ -56,7 +56,7 @@ def llama_in_double(key_value_heads: int = 2) -> nn.Module:
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        n_layer=2,
+        n_layer=1,
         n_embd=32,
         n_head=4,
         vocab_size=VOCAB,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,12 +24,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fxshard.errors import ConfigError
 from tests.numerics.harness import (
     UNSHARDED,
+    Prepare,
     Run,
-    Scenario,
     Tools,
     check,
     check_against_unsharded,
     check_bitwise,
+    check_each,
     full,
     fxshard_system,
     only_shard,
@@ -37,12 +39,11 @@ from tests.numerics.harness import (
     start,
     train_step,
 )
-from tests.numerics.models import MLP, WIDTH, rows
-from tests.numerics.scenarios import REGRESSION
+from tests.numerics.models import WIDTH
+from tests.numerics.scenarios import ONE_BLOCK, REGRESSION
 from tests.pairwise import each_once
 from tests.ranks import group_folder, two_ranks
 
-Prepare = Callable[[nn.Module, Tools], nn.Module]
 BOTH_WAYS = pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
 
 
@@ -99,12 +100,12 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @two_ranks
 def test_initialises_a_model_that_was_sharded_on_the_meta_device() -> None:
-    check(Scenario(model=Constant, batch=rows(), prepare=shard_on_meta, optimizer=sgd))
+    check(replace(ONE_BLOCK, model=Constant, prepare=shard_on_meta, optimizer=sgd))
 
 
 @two_ranks
 def test_initialises_at_random_the_values_that_fsdp2_draws() -> None:
-    check_bitwise(Scenario(model=MLP, batch=rows(), prepare=shard_on_meta))
+    check_bitwise(replace(ONE_BLOCK, prepare=shard_on_meta))
 
 
 def load_into_meta(model: nn.Module, tools: Tools) -> nn.Module:
@@ -119,7 +120,7 @@ def load_into_meta(model: nn.Module, tools: Tools) -> nn.Module:
 
 @two_ranks
 def test_loads_a_full_state_dict_into_a_model_that_was_sharded_on_the_meta_device() -> None:
-    check(Scenario(model=MLP, batch=rows(), prepare=load_into_meta))
+    check(replace(ONE_BLOCK, prepare=load_into_meta))
 
 
 def convert_to_double(model: nn.Module, tools: Tools) -> nn.Module:
@@ -130,7 +131,7 @@ def convert_to_double(model: nn.Module, tools: Tools) -> nn.Module:
 
 @two_ranks
 def test_converts_a_sharded_model_to_another_dtype() -> None:
-    check_against_unsharded(Scenario(model=MLP, batch=rows(), prepare=convert_to_double))
+    check_against_unsharded(replace(ONE_BLOCK, prepare=convert_to_double))
 
 
 class LoadBack:
@@ -151,13 +152,6 @@ class LoadBack:
             run.optim = run.scenario.optimizer(run.model.parameters())
 
 
-@two_ranks
-@each_once(how=["copy", "assign", "swap"], prepare=[shard_and_compile, only_shard])
-def test_loads_a_state_dict_between_steps(how: str, prepare: Prepare) -> None:
-    before_step = LoadBack(assign=how == "assign", swap=how == "swap")
-    check(Scenario(model=MLP, batch=rows(), before_step=before_step, prepare=prepare))
-
-
 def write_through_data(run: Run, step: int) -> None:
     if step == 2:
         with torch.no_grad():
@@ -168,8 +162,14 @@ def write_through_data(run: Run, step: int) -> None:
 
 @two_ranks
 @BOTH_WAYS
-def test_sees_what_is_written_through_data(prepare: Prepare) -> None:
-    check(Scenario(model=MLP, batch=rows(), before_step=write_through_data, prepare=prepare))
+def test_sees_what_is_loaded_or_written_through_data_between_steps(prepare: Prepare) -> None:
+    changes = {
+        "through data": write_through_data,
+        "copied": LoadBack(assign=False),
+        "assigned": LoadBack(assign=True),
+        "swapped": LoadBack(assign=False, swap=True),
+    }
+    check_each({name: replace(ONE_BLOCK, before_step=change, prepare=prepare) for name, change in changes.items()})
 
 
 def assigned_like(old: Tensor, *, sharded: bool) -> nn.Parameter:
@@ -189,7 +189,7 @@ def assign_weight(run: Run, *, sharded: bool) -> None:
 @two_ranks
 @each_once(sharded=[True, False], prepare=[shard_and_compile, only_shard])
 def test_attaches_a_sharded_parameter_assigned_later_and_refuses_a_whole_one(sharded: bool, prepare: Prepare) -> None:
-    scenario = Scenario(model=MLP, batch=rows(), prepare=prepare)
+    scenario = replace(ONE_BLOCK, prepare=prepare)
     ours, reference = (start(scenario, s) for s in (fxshard_system(dtype=torch.float64), UNSHARDED))
     for run in (ours, reference):
         train_step(run, 0)
@@ -232,21 +232,19 @@ def test_continues_from_a_distributed_checkpoint(prepare: Prepare) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check_bitwise(Scenario(model=MLP, batch=rows(), before_step=save_and_load, prepare=prepare))
+        check_bitwise(replace(ONE_BLOCK, before_step=save_and_load, prepare=prepare))
 
 
 @two_ranks
 def test_gathers_a_full_state_dict_equal_to_the_unsharded_one() -> None:
-    scenario = REGRESSION
-    ours, reference = (start(scenario, s) for s in (fxshard_system(dtype=torch.float64), UNSHARDED))
+    ours, reference = (start(REGRESSION, s) for s in (fxshard_system(dtype=torch.float64), UNSHARDED))
     state = get_model_state_dict(ours.model, options=StateDictOptions(full_state_dict=True))
     torch.testing.assert_close(state, dict(reference.model.state_dict()), rtol=0.0, atol=0.0)
 
 
 @two_ranks
 def test_names_parameters_as_the_unsharded_model_does() -> None:
-    scenario = Scenario(model=MLP, batch=rows(), prepare=only_shard)
-    ours, reference = (start(scenario, s) for s in (fxshard_system(), UNSHARDED))
+    ours, reference = (start(replace(ONE_BLOCK, prepare=only_shard), s) for s in (fxshard_system(), UNSHARDED))
     assert list(ours.model.state_dict()) == list(reference.model.state_dict())
     assert [name for name, _ in ours.model.named_parameters()] == [n for n, _ in reference.model.named_parameters()]
     train_step(ours, 0)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from tests.numerics.harness import (
     FSDP2,
+    Prepare,
     Run,
     Scenario,
     Tools,
     check,
     check_against_unsharded,
+    check_each,
     compare,
     fxshard_system,
     only_shard,
@@ -33,28 +34,16 @@ from tests.numerics.loops import (
     evaluate_once_in_inference_mode,
     foreach_adamw,
     fused_adamw,
+    scaled,
     sgd,
     update_and_zero,
 )
-from tests.numerics.models import MLP, WIDTH, Block, rows
-from tests.numerics.scenarios import REGRESSION, SCENARIOS
+from tests.numerics.models import MLP, WIDTH, Block
+from tests.numerics.scenarios import ONE_BLOCK, REGRESSION
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
-Prepare = Callable[[nn.Module, Tools], nn.Module]
 BOTH_WAYS = pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
-
-
-@two_ranks
-@BOTH_WAYS
-def test_evaluates_between_training_steps(prepare: Prepare) -> None:
-    check(Scenario(model=MLP, batch=rows(), before_step=evaluate, prepare=prepare))
-
-
-@two_ranks
-@BOTH_WAYS
-def test_evaluates_in_inference_mode_before_the_first_training_step(prepare: Prepare) -> None:
-    check(Scenario(model=MLP, batch=rows(), before_step=evaluate_once_in_inference_mode, prepare=prepare))
 
 
 class Deliberate(Exception):
@@ -93,23 +82,42 @@ def fail_late_in_backward(run: Run) -> None:
 FAILURES = {f.__name__: f for f in (fail_after_forward, fail_in_forward, fail_in_backward, fail_late_in_backward)}
 
 
-@two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, slow(only_shard)])
-@pytest.mark.parametrize("failure", [name if name == "fail_in_backward" else slow(name) for name in FAILURES])
-def test_trains_on_after_an_exception_in_the_middle_of_a_step(failure: str, prepare: Prepare) -> None:
+def failing(failure: str, prepare: Prepare) -> Scenario:
     def fail_before_the_third_step(run: Run, step: int) -> None:
         if run.system.ours and step == 2:
             with pytest.raises((Deliberate, RuntimeError)):
                 FAILURES[failure](run)
             run.optim.zero_grad()
 
-    check(Scenario(model=MLP, batch=rows(), before_step=fail_before_the_third_step, prepare=prepare))
+    return replace(ONE_BLOCK, before_step=fail_before_the_third_step, prepare=prepare)
+
+
+@pytest.mark.slow
+@two_ranks
+@pytest.mark.parametrize("prepare", [shard_and_compile, slow(only_shard)])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_trains_on_after_an_exception_in_the_middle_of_a_step(failure: str, prepare: Prepare) -> None:
+    check(failing(failure, prepare))
+
+
+LOOPS = {
+    "inference before the first step": replace(ONE_BLOCK, before_step=evaluate_once_in_inference_mode),
+    "clipped gradients": replace(ONE_BLOCK, update=partial(clip_and_update, foreach=None)),
+    "gradients zeroed in place": replace(ONE_BLOCK, update=update_and_zero),
+    "foreach AdamW": replace(ONE_BLOCK, optimizer=foreach_adamw),
+    "fused AdamW": replace(ONE_BLOCK, optimizer=fused_adamw),
+    "SGD": replace(ONE_BLOCK, optimizer=sgd),
+    "a scaled loss that overflows on one rank": scaled(ONE_BLOCK),
+    "evaluation between steps": replace(ONE_BLOCK, before_step=evaluate),
+}
 
 
 @two_ranks
 @BOTH_WAYS
-def test_zeroes_gradients_in_place(prepare: Prepare) -> None:
-    check(Scenario(model=MLP, batch=rows(), update=update_and_zero, prepare=prepare))
+def test_trains_whatever_the_loop_does(prepare: Prepare) -> None:
+    scenarios = {name: replace(scenario, prepare=prepare) for name, scenario in LOOPS.items()}
+    runs = check_each({**scenarios, "an exception in backward": failing("fail_in_backward", prepare)})
+    assert all(norm > 0.05 for norm in runs["clipped gradients"].extra), "nothing was clipped"
 
 
 def update_compiled(run: Run) -> None:
@@ -122,25 +130,15 @@ def update_compiled(run: Run) -> None:
 @pytest.mark.slow
 @two_ranks(timeout=240)
 def test_steps_a_compiled_optimizer() -> None:
-    check_against_unsharded(Scenario(model=MLP, batch=rows(), update=update_compiled))
+    check_against_unsharded(replace(REGRESSION, update=update_compiled))
 
 
+@pytest.mark.slow
 @two_ranks
-@pytest.mark.parametrize("foreach", [slow(True), slow(False), None])
-def test_clips_the_norm_of_gradients(foreach: bool | None) -> None:
-    run = check(Scenario(model=MLP, batch=rows(), update=partial(clip_and_update, foreach=foreach)))
+@pytest.mark.parametrize("foreach", [True, False])
+def test_clips_the_norm_of_gradients(foreach: bool) -> None:
+    run = check(replace(REGRESSION, update=partial(clip_and_update, foreach=foreach)))
     assert all(norm > 0.05 for norm in run.extra), "nothing was clipped"
-
-
-@two_ranks
-def test_skips_on_all_ranks_the_step_whose_scaled_gradients_overflow_on_one() -> None:
-    check(SCENARIOS["GradScaler"])
-
-
-@two_ranks
-@pytest.mark.parametrize("optimizer", [foreach_adamw, fused_adamw, sgd])
-def test_trains_with_optimizer(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
-    check(Scenario(model=MLP, batch=rows(), optimizer=optimizer))
 
 
 class Pair(nn.Module):
@@ -166,13 +164,12 @@ def shard_each(model: nn.Module, tools: Tools) -> nn.Module:
 @pytest.mark.slow
 @two_ranks
 def test_trains_two_sharded_models_with_one_loss_through_both() -> None:
-    check(Scenario(model=Pair, batch=rows(), prepare=shard_each))
+    check(replace(REGRESSION, model=Pair, prepare=shard_each))
 
 
 @two_ranks
 def test_trains_two_sharded_models_in_turns() -> None:
-    scenario = REGRESSION
-    runs = [start(scenario, system) for system in (fxshard_system(), fxshard_system(), FSDP2)]
+    runs = [start(REGRESSION, system) for system in (fxshard_system(), fxshard_system(), FSDP2)]
     for step in range(3):
         for run in runs:
             train_step(run, step)
@@ -189,11 +186,12 @@ def reset_dynamo(run: Run, step: int) -> None:
 @pytest.mark.slow
 @two_ranks
 def test_trains_on_after_a_reset_of_dynamo() -> None:
-    check(Scenario(model=MLP, batch=rows(), before_step=reset_dynamo))
+    check(replace(REGRESSION, before_step=reset_dynamo))
 
 
 @two_ranks
-def test_gradients_are_sharded_like_their_parameters() -> None:
+@BOTH_WAYS
+def test_gradients_are_sharded_like_their_parameters(prepare: Prepare) -> None:
     def look(run: Run) -> None:
         for name, p in run.named_parameters().items():
             assert isinstance(p, DTensor), f"{name} is a {type(p).__name__}"
@@ -202,4 +200,4 @@ def test_gradients_are_sharded_like_their_parameters() -> None:
             assert p.grad.to_local().shape == p.to_local().shape, name
             assert p.grad.stride() == p.stride(), name
 
-    train(Scenario(model=MLP, batch=rows(), update=look), fxshard_system())
+    train(replace(REGRESSION, update=look, prepare=prepare), fxshard_system())

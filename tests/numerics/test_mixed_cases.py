@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fxshard.sharding.sharded_module import plain_module
 from tests.numerics.harness import (
     UNSHARDED,
+    Prepare,
     Run,
-    Scenario,
-    Tools,
     check,
     check_against_unsharded,
     check_bitwise,
@@ -25,13 +25,12 @@ from tests.numerics.harness import (
     train,
 )
 from tests.numerics.loops import output_of_fixed_rows, scaled, step_in_backward
-from tests.numerics.models import MLP, WIDTH, CalledTwice, rows
-from tests.numerics.scenarios import TIED
+from tests.numerics.models import MLP, WIDTH, CalledTwice
+from tests.numerics.scenarios import ONE_BLOCK, REGRESSION, TIED
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 BOTH_WAYS = pytest.mark.parametrize("prepare", [shard_and_compile, slow(only_shard)])
-Prepare = Callable[[nn.Module, Tools], nn.Module]
 
 
 def nothing_is_left_to_do(run: Run) -> None:
@@ -42,10 +41,8 @@ def nothing_is_left_to_do(run: Run) -> None:
 @BOTH_WAYS
 @pytest.mark.parametrize("model", [CalledTwice, slow(MLP)])
 def test_steps_in_backward_by_hooks_of_parameters(model: Callable[[], nn.Module], prepare: Prepare) -> None:
-    scenario = Scenario(
-        model=model, batch=rows(), before_step=step_in_backward, update=nothing_is_left_to_do, prepare=prepare
-    )
-    check_against_unsharded(scenario)
+    steps: dict[str, Any] = {"before_step": step_in_backward, "update": nothing_is_left_to_do}
+    check_against_unsharded(replace(REGRESSION, model=model, prepare=prepare, **steps))
 
 
 @two_ranks
@@ -72,7 +69,7 @@ def loss_of_the_first(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @two_ranks
 def test_an_output_that_the_loss_leaves_out_gives_zeros_and_changes_nothing_else() -> None:
-    scenario = Scenario(model=TwoHeads, batch=rows(), loss=loss_of_the_first)
+    scenario = replace(REGRESSION, model=TwoHeads, loss=loss_of_the_first)
     ours = train(scenario, fxshard_system(dtype=torch.float64))
     theirs = train(scenario, UNSHARDED)
     for name, grad in theirs.grads.items():
@@ -93,7 +90,7 @@ def a_part_and_then_the_whole(run: Run, step: int) -> Tensor:
 @two_ranks
 @BOTH_WAYS
 def test_trains_a_part_alone_and_then_the_whole(prepare: Prepare) -> None:
-    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=a_part_and_then_the_whole, prepare=prepare))
+    check_against_unsharded(replace(ONE_BLOCK, backward=a_part_and_then_the_whole, prepare=prepare))
 
 
 def evaluate_before_backward(run: Run, step: int) -> Tensor:
@@ -109,10 +106,10 @@ def evaluate_before_backward(run: Run, step: int) -> Tensor:
 @two_ranks
 @BOTH_WAYS
 def test_evaluates_between_forward_and_backward(prepare: Prepare) -> None:
-    check(Scenario(model=MLP, batch=rows(), backward=evaluate_before_backward, prepare=prepare))
+    check(replace(ONE_BLOCK, backward=evaluate_before_backward, prepare=prepare))
 
 
 @two_ranks
 def test_scales_the_loss_of_a_model_that_computes_in_fp16() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
-    check_bitwise(scaled(Scenario(model=MLP, batch=rows(), shard_kwargs={"mp_policy": policy})))
+    check_bitwise(scaled(replace(ONE_BLOCK, shard_kwargs={"mp_policy": policy})))

@@ -6,7 +6,6 @@ overwritten too early shows as a wrong number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import DTensor
 
 import fxshard
@@ -23,7 +21,6 @@ from fxshard.ir import ops
 from fxshard.sharding.sharded_module import plain_module, units_under
 from tests.numerics.harness import (
     Run,
-    Scenario,
     Tools,
     assert_same_tensors,
     blocks_of,
@@ -31,7 +28,6 @@ from tests.numerics.harness import (
     check_against_unsharded,
     check_bitwise,
     check_inductor,
-    compile_each_block,
     compile_module,
     fxshard_system,
     loss_on_ones,
@@ -40,17 +36,20 @@ from tests.numerics.harness import (
     shard_blocks,
     start,
     train_step,
-    with_a_break,
     world_mesh,
 )
-from tests.numerics.loops import clip_and_update, evaluate, freeze_then_thaw, scaled, step_in_backward
+from tests.numerics.loops import evaluate, scaled, step_in_backward
+from tests.numerics.mesh_bodies import Body, checks_of
 from tests.numerics.microbatches import kept, several
-from tests.numerics.models import GPT, MLP, WIDTH, CalledTwice, CheckpointedMLP, LoRA, cross_entropy, rows, tokens
+from tests.numerics.models import GPT, MLP, WIDTH
+from tests.numerics.scenarios import LANGUAGE, REGRESSION
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 ON_HOST = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), **ON_HOST}
-PLAIN = Scenario(model=MLP, batch=rows(), shard_kwargs=ON_HOST)
+PLAIN = replace(REGRESSION, shard_kwargs=ON_HOST)
+GPT_ON_HOST = replace(LANGUAGE, model=GPT, shard_kwargs=ON_HOST)
 
 
 def last_block_alone(model: nn.Module, tools: Tools) -> nn.Module:
@@ -61,14 +60,6 @@ def last_block_alone(model: nn.Module, tools: Tools) -> nn.Module:
     tools.shard(last)
     tools.shard(model, offload_policy=fxshard.OffloadPolicy())
     return tools.compile(model)
-
-
-def adopted(model: nn.Module, tools: Tools) -> nn.Module:
-    if not tools.system.ours:
-        return only_shard(model, tools)
-    by_torch = Tools(system=replace(tools.system, fully_shard=fsdp2_fully_shard), scenario=tools.scenario)
-    model = fxshard.release(fxshard.adopt(only_shard(model, by_torch)))
-    return tools.compile(fxshard.adopt(model))
 
 
 def released(run: Run, step: int) -> None:
@@ -92,46 +83,36 @@ def loss_without_input(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model() * y.mean()).mean()
 
 
-SCENARIOS: dict[str, Callable[[], object]] = {
-    "compiled": lambda: check(PLAIN),
-    "eager": lambda: check(replace(PLAIN, prepare=only_shard)),
+SCENARIOS: dict[str, Body] = {
+    **checks_of(PLAIN),
     "one unit": lambda: check(replace(PLAIN, prepare=last_block_alone)),
     "kept between microbatches, no input": lambda: check(
         replace(PLAIN, model=NoInput, loss=loss_without_input, backward=kept)
     ),
-    "called twice": lambda: check(replace(PLAIN, model=CalledTwice)),
-    "microbatches": lambda: check(replace(PLAIN, backward=several)),
-    "adopted": lambda: check(replace(PLAIN, prepare=adopted)),
-    "inductor": lambda: check_inductor(PLAIN),
-}
-MORE: dict[str, Callable[[], object]] = {
-    "gpt": lambda: check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, shard_kwargs=ON_HOST)),
+    "microbatches of one block": lambda: check(replace(PLAIN, model=partial(MLP, 1), backward=several)),
+    "microbatches, not compiled": lambda: check(replace(PLAIN, backward=several, prepare=only_shard)),
+    "gpt": lambda: check(GPT_ON_HOST),
     "bfloat16": lambda: check_bitwise(replace(PLAIN, shard_kwargs=BF16)),
-    "each block": lambda: check(replace(PLAIN, prepare=compile_each_block)),
-    "a graph break": lambda: check(replace(PLAIN, prepare=with_a_break)),
-    "checkpointed": lambda: check(replace(PLAIN, model=CheckpointedMLP)),
-    "some frozen": lambda: check(replace(PLAIN, model=LoRA)),
-    "frozen and thawed": lambda: check(replace(PLAIN, before_step=freeze_then_thaw)),
-    "microbatches, eager": lambda: check(replace(PLAIN, backward=several, prepare=only_shard)),
-    "microbatches, unsharded in between": lambda: check(replace(PLAIN, backward=kept)),
-    "clipped": lambda: check(replace(PLAIN, update=partial(clip_and_update, foreach=None))),
     "scaled": lambda: check(scaled(PLAIN)),
     "evaluated": lambda: check(replace(PLAIN, before_step=evaluate)),
     "released": lambda: check(replace(PLAIN, before_step=released)),
     "optimizer in backward": lambda: check(replace(PLAIN, before_step=step_in_backward, update=lambda run: None)),
     "kept after forward": lambda: check(replace(PLAIN, shard_kwargs={**ON_HOST, "reshard_after_forward": False})),
+    "inductor": lambda: check_inductor(replace(PLAIN, model=partial(MLP, 1))),
     "inductor, bfloat16": lambda: check_inductor(replace(PLAIN, shard_kwargs=BF16), rtol=2**-6, atol=2**-6),
     "inductor, microbatches": lambda: check_inductor(replace(PLAIN, backward=several)),
-    "inductor, gpt": lambda: check_inductor(
-        Scenario(model=GPT, batch=tokens(), loss=cross_entropy, shard_kwargs=ON_HOST)
-    ),
+    "inductor, gpt": lambda: check_inductor(GPT_ON_HOST),
 }
+DEFAULT = (
+    *("compiled", "not compiled", "adopted", "called twice", "inductor"),
+    *("one unit", "kept between microbatches, no input", "microbatches of one block"),
+)
 
 
 @two_ranks
-@pytest.mark.parametrize("name", [*SCENARIOS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("name", [name if name in DEFAULT else slow(name) for name in SCENARIOS])
 def test_trains_as_without(name: str) -> None:
-    (SCENARIOS | MORE)[name]()
+    SCENARIOS[name]()
 
 
 @pytest.mark.slow
@@ -169,6 +150,7 @@ def test_one_line_trains_as_unsharded_with_any_part_offloaded() -> None:
 
 @two_ranks
 def test_gradients_and_optimizer_state_are_where_the_shards_are() -> None:
+    """And every copy of a step stands in its graphs."""
     run = start(PLAIN, fxshard_system())
     train_step(run, 0)
     for unit in units_under(plain_module(run.model)):
@@ -176,12 +158,6 @@ def test_gradients_and_optimizer_state_are_where_the_shards_are() -> None:
         assert all(shard.flat.device.type == "cpu" for shard in unit.shards)
     for state in run.optim.state.values():
         assert all(value.device.type == "cpu" for value in state.values() if isinstance(value, DTensor))
-
-
-@two_ranks
-def test_every_copy_of_a_step_stands_in_its_graphs() -> None:
-    run = start(PLAIN, fxshard_system())
-    train_step(run, 0)
     (frame,) = fxshard.explanation_of(run.model).frames
     for stage, expected in (("forward", [3, 0]), ("backward", [2, 3])):  # the root stays gathered
         graph = frame.running(stage).graph

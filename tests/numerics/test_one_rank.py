@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch.distributed.tensor import DTensor
 import fxshard
 from tests.numerics.harness import (
     NUM_STEPS,
-    Scenario,
     adamw,
     check,
     check_close,
@@ -27,7 +27,7 @@ from tests.numerics.harness import (
     squared_error,
 )
 from tests.numerics.models import MLP, rows
-from tests.numerics.scenarios import SCENARIOS
+from tests.numerics.scenarios import ONE_BLOCK, SCENARIOS
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_trains_on_one_rank() -> None:
     for prepare in (shard_and_compile, only_shard, only_compile):
-        check(Scenario(model=MLP, batch=rows(), prepare=prepare))
+        check(replace(ONE_BLOCK, prepare=prepare))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 from unittest import mock
 
@@ -34,7 +35,6 @@ from tests.numerics.harness import (
     EAGER,
     FSDP2,
     Run,
-    Scenario,
     adamw,
     compare,
     compile_module,
@@ -46,8 +46,8 @@ from tests.numerics.harness import (
     train,
     train_step,
 )
-from tests.numerics.models import GPT, MLP, cross_entropy, rows, tokens
-from tests.numerics.scenarios import REGRESSION
+from tests.numerics.models import GPT, MLP, rows
+from tests.numerics.scenarios import LANGUAGE, ONE_BLOCK, REGRESSION
 from tests.numerics.writes import WRITES
 from tests.pairwise import slow
 from tests.ranks import two_ranks
@@ -67,18 +67,22 @@ def in_flight(model: nn.Module) -> int:
     return sum(gathered.why == "stepped" for gathered in cache.values())
 
 
-SCENARIOS = {
-    "MLP": Scenario(model=MLP, batch=rows(), prepare=shard_and_compile),
-    "GPT": Scenario(model=GPT, batch=tokens(), loss=cross_entropy, prepare=shard_and_compile),
-}
+def overlapping() -> Run:
+    """A run whose optimizer overlaps, after its first step."""
+    run = start(ONE_BLOCK, fxshard_system())
+    fxshard.overlap_step(run.optim)
+    train_step(run, 0)
+    return run
+
+
+TRAINED = {"MLP": REGRESSION, "GPT": replace(LANGUAGE, model=partial(GPT, num_blocks=1))}
 
 
 @two_ranks
 @pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 @pytest.mark.parametrize("name", [slow("MLP"), "GPT"])
 def test_trains_like_the_plain_step(name: str, lower: str) -> None:
-    scenario = SCENARIOS[name]
-    system = fxshard_system(lower=lower)
+    scenario, system = TRAINED[name], fxshard_system(lower=lower)
     plain = FSDP2 if lower == "eager" else system
     compare(train(replace(scenario, optimizer=overlapped), system), train(scenario, plain), rtol=0.0, atol=0.0)
 
@@ -145,17 +149,15 @@ def swap_values_unseen(run: Run) -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("write", [write_data, swap_values_unseen, slow(write_foreach), slow(write_locally_unseen)])
-def test_refuses_a_write_that_torch_does_not_count(write: Callable[[Run], None]) -> None:
-    run = start(REGRESSION, fxshard_system())
-    fxshard.overlap_step(run.optim)
-    train_step(run, 0)
-    with torch.no_grad():
-        write(run)
-    with pytest.raises(UnsupportedGraph, match=r"(?s)written after the optimizer's step.*copy_\(\).*reshard\(\)"):
-        run.loss(1)
-    assert in_flight(run.model) == 0
-    train_step(run, 1)  # of the values of now
+def test_refuses_writes_that_torch_does_not_count() -> None:
+    run = overlapping()
+    for write in (write_data, swap_values_unseen, write_foreach, write_locally_unseen):
+        with torch.no_grad():
+            write(run)
+        with pytest.raises(UnsupportedGraph, match=r"(?s)written after the optimizer's step.*copy_\(\).*reshard\(\)"):
+            run.loss(1)
+        assert in_flight(run.model) == 0
+        train_step(run, 1)  # of the values of now
 
 
 def random_life(run: Run, seed: int) -> list[Tensor]:
@@ -198,7 +200,7 @@ def test_a_random_life_is_the_same_to_the_bit(seed: int) -> None:
 @pytest.mark.slow
 @two_ranks
 def test_launches_nothing_where_parameters_stay_resident() -> None:
-    run = start(SCENARIOS["MLP"], fxshard_system(resident_gib=1))
+    run = start(REGRESSION, fxshard_system(resident_gib=1))
     fxshard.overlap_step(run.optim)
     for evaluates in (False, True, False, False):
         with fxshard.no_sync(run.model):
@@ -278,9 +280,7 @@ def ops_of_a_step(run: Run) -> list[str]:
 
 @two_ranks
 def test_steps_the_rest_while_the_gather_is_on_the_link() -> None:
-    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
-    fxshard.overlap_step(run.optim)
-    train_step(run, 0)
+    run = overlapping()
     assert ops_of_a_step(run) == ["addcdiv_", "all_gather", "addcdiv_"]
     run.optim.register_step_pre_hook(lambda *_: None)  # it may look at all parameters, as clipping does
     assert ops_of_a_step(run) == ["addcdiv_", "all_gather"]
@@ -289,8 +289,8 @@ def test_steps_the_rest_while_the_gather_is_on_the_link() -> None:
 @pytest.mark.slow
 @two_ranks
 def test_a_closure_and_a_compiled_step_run_once_and_whole() -> None:
-    scenario = replace(SCENARIOS["MLP"], optimizer=OPTIMIZERS["SGD"])  # less to trace than AdamW
-    runs = [start(scenario, fxshard_system(lower="eager")) for _ in range(2)]
+    scenario = replace(ONE_BLOCK, optimizer=OPTIMIZERS["SGD"])  # less to trace than AdamW
+    runs = [start(scenario, fxshard_system()) for _ in range(2)]
     fxshard.overlap_step(runs[1].optim)
     for step in range(2):
         losses = []
@@ -345,8 +345,7 @@ def scheduled(run: Run, make: Callable[[Any], Optimizer], *, overlaps: bool, bef
 @two_ranks
 @pytest.mark.parametrize("name", ["AdamW", "SGD", *(slow(name) for name in OPTIMIZERS if name not in ("AdamW", "SGD"))])
 def test_steps_like_the_plain_optimizer_under_a_scheduler(name: str) -> None:
-    scenario = replace(SCENARIOS["MLP"])
-    runs = [start(scenario, fxshard_system(lower="eager")) for _ in range(3)]
+    runs = [start(ONE_BLOCK, fxshard_system()) for _ in range(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a scheduler's, if it saw no step
         plain, after, before = (
@@ -360,9 +359,7 @@ def test_steps_like_the_plain_optimizer_under_a_scheduler(name: str) -> None:
 
 @two_ranks
 def test_leaves_the_groups_as_they_were_when_a_step_fails() -> None:
-    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
-    fxshard.overlap_step(run.optim)
-    train_step(run, 0)
+    run = overlapping()
     before = [list(group["params"]) for group in run.optim.param_groups]
     run.loss(1).backward()
     last = list(run.model.parameters())[-1]
@@ -378,7 +375,7 @@ def test_leaves_the_groups_as_they_were_when_a_step_fails() -> None:
 
 @two_ranks
 def test_an_optimizer_is_freed_when_it_is_dropped() -> None:
-    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
+    run = start(ONE_BLOCK, fxshard_system())
     optim = fxshard.overlap_step(adamw(run.model.parameters()))
     torch.optim.lr_scheduler.StepLR(optim, step_size=1)
     alive = weakref.ref(optim)
@@ -391,20 +388,19 @@ def test_an_optimizer_is_freed_when_it_is_dropped() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("wraps", [True, False])
-def test_a_patched_class_steps_as_a_whole_through_the_patch(wraps: bool) -> None:
-    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
-    fxshard.overlap_step(run.optim)
-    train_step(run, 0)
+def test_a_patched_class_steps_as_a_whole_through_the_patch() -> None:
+    run = overlapping()
     plain, seen = torch.optim.AdamW.step, []
 
     def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(len(self.param_groups[0]["params"]))
         return plain(self, *args, **kwargs)
 
-    with mock.patch.object(torch.optim.AdamW, "step", functools.wraps(plain)(patched) if wraps else patched):
-        train_step(run, 1)
-    assert seen == [len(list(run.model.parameters()))]
+    for wraps in (False, True):
+        patch = functools.wraps(plain)(patched) if wraps else patched
+        with mock.patch.object(torch.optim.AdamW, "step", patch):
+            train_step(run, 1)
+    assert seen == [len(list(run.model.parameters()))] * 2
 
 
 def stepping_as_wrapped(run: Run, *, overlaps: bool, schedules: bool) -> list[Tensor]:
@@ -432,18 +428,16 @@ def stepping_as_wrapped(run: Run, *, overlaps: bool, schedules: bool) -> list[Te
 
 
 @two_ranks
-@pytest.mark.parametrize("schedules", [False, True])
-def test_a_replaced_step_is_taken_as_a_whole(schedules: bool) -> None:
-    runs = [start(SCENARIOS["MLP"], fxshard_system(lower="eager")) for _ in range(2)]
-    plain, ours = (stepping_as_wrapped(run, overlaps=i > 0, schedules=schedules) for i, run in enumerate(runs))
-    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+def test_a_replaced_step_is_taken_as_a_whole() -> None:
+    for schedules in (False, True):
+        runs = [start(ONE_BLOCK, fxshard_system()) for _ in range(2)]
+        plain, ours = (stepping_as_wrapped(run, overlaps=i > 0, schedules=schedules) for i, run in enumerate(runs))
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
 @two_ranks
 def test_nothing_is_stepped_where_gradients_of_any_unit_wait() -> None:
-    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
-    fxshard.overlap_step(run.optim)
-    train_step(run, 0)
+    run = overlapping()
     before = [full(p).clone() for p in run.named_parameters().values()]
     run.loss(1).backward()
     last = units_under(run.model)[0]  # not the one that is read first
@@ -458,9 +452,7 @@ def test_nothing_is_stepped_where_gradients_of_any_unit_wait() -> None:
 
 @two_ranks
 def test_a_model_that_is_collected_while_somebody_traces_leaves_no_trace() -> None:
-    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
-    fxshard.overlap_step(run.optim)
-    train_step(run, 0)
+    run = overlapping()
     cache = units_under(run.model)[0].model.unsharded
     assert cache
 
@@ -475,7 +467,7 @@ def test_a_model_that_is_collected_while_somebody_traces_leaves_no_trace() -> No
 
 @two_ranks
 def test_says_that_an_optimizer_that_looks_at_all_parameters_steps_as_a_whole() -> None:
-    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
+    run = start(ONE_BLOCK, fxshard_system())
     with said_by(overlapped_step.__name__) as lines:
         optim = fxshard.overlap_step(torch.optim.LBFGS(run.model.parameters(), lr=0.1, max_iter=2))
     assert any("takes the steps of LBFGS as a whole" in line for line in lines)

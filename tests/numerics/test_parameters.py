@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,6 @@ from tests.models import Chain, Doing
 from tests.numerics.harness import (
     NUM_STEPS,
     Run,
-    Scenario,
     Tools,
     check,
     check_against_unsharded,
@@ -26,24 +26,13 @@ from tests.numerics.harness import (
     compile_module,
     full,
     only_shard,
+    shard_and_compile,
     world_mesh,
 )
 from tests.numerics.loops import halve_gradients, remember_buffers
-from tests.numerics.microbatches import several
-from tests.numerics.models import (
-    MLP,
-    WIDTH,
-    BatchNorm,
-    Scalars,
-    SelfAttention,
-    Tables,
-    Unused,
-    cross_entropy,
-    rows,
-    tied_gpt,
-    tokens,
-)
-from tests.numerics.scenarios import SCENARIOS
+from tests.numerics.microbatches import in_turn, several
+from tests.numerics.models import GPT, MLP, WIDTH, BatchNorm, Scalars, SelfAttention, Tables, Unused
+from tests.numerics.scenarios import LANGUAGE, ONE_BLOCK, REGRESSION, SCENARIOS, TIED
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -66,23 +55,25 @@ def recurrent() -> nn.Module:
 
 
 @two_ranks
-def test_trains_uneven_and_tiny_parameters() -> None:
-    check(SCENARIOS["uneven parameters"])
-
-
-@two_ranks
-def test_trains_units_with_fewer_rows_than_ranks() -> None:
-    check(SCENARIOS["fewer rows than ranks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("uneven parameters", "fewer rows than ranks", "LoRA", "a parameter read twice", "a module called twice"),
+        *("MultiheadAttention", slow("requires_grad changed")),
+    ],
+)
+def test_trains_with(name: str) -> None:
+    check(SCENARIOS[name])
 
 
 @two_ranks
 def test_trains_scalar_parameters() -> None:
-    check_against_unsharded(Scenario(model=Scalars, batch=rows()))
+    check_against_unsharded(replace(REGRESSION, model=Scalars))
 
 
 @two_ranks
 def test_reduces_a_tied_embedding_and_head_once() -> None:
-    check(Scenario(model=tied_gpt, batch=tokens(), loss=cross_entropy))
+    check(replace(TIED, model=partial(GPT, tied=True, num_blocks=1)))
 
 
 @two_ranks
@@ -108,83 +99,55 @@ def shard_all_but_one_weight(model: nn.Module, tools: Tools) -> nn.Module:
 def test_accumulates_beside_an_ignored_weight() -> None:
     """The backward that accumulates takes what the forward saves for the other one."""
     check_bitwise(
-        Scenario(model=partial(Chain, 3, WIDTH), batch=rows(), prepare=shard_all_but_one_weight, backward=several)
+        replace(REGRESSION, model=partial(Chain, 3, WIDTH), prepare=shard_all_but_one_weight, backward=several)
     )
 
 
 @two_ranks
 def test_leaves_ignored_parameters_to_their_rank() -> None:
-    run = check_bitwise(Scenario(model=MLP, batch=rows(), prepare=shard_all_but_the_bias_of_the_head))
+    run = check_bitwise(replace(ONE_BLOCK, prepare=shard_all_but_the_bias_of_the_head))
     assert {name for name, p in run.named_parameters().items() if not isinstance(p, DTensor)} == {"head.bias"}
 
 
 @two_ranks
-def test_trains_a_lora_layer() -> None:
-    check(SCENARIOS["LoRA"])
-
-
-@pytest.mark.slow
-@two_ranks
-def test_follows_requires_grad_changed_between_steps() -> None:
-    check(SCENARIOS["requires_grad changed"])
-
-
-@two_ranks
 def test_keeps_integer_buffers_and_parameters_without_grad() -> None:
-    check(Scenario(model=Tables, batch=rows(), before_step=remember_buffers))
+    check(replace(REGRESSION, model=Tables, before_step=remember_buffers))
 
 
 @two_ranks
 def test_shards_parameters_of_integers() -> None:
     # FSDP2 refuses them in torch 2.11.
-    check_against_unsharded(Scenario(model=Signed, batch=rows(), before_step=remember_buffers))
+    check_against_unsharded(replace(REGRESSION, model=Signed, before_step=remember_buffers))
 
 
 @two_ranks
 def test_keeps_batch_norm_statistics_per_rank() -> None:
-    check_bitwise(Scenario(model=BatchNorm, batch=rows(), before_step=remember_buffers))
-
-
-@two_ranks
-def test_reduces_a_parameter_read_twice_once() -> None:
-    check(SCENARIOS["a parameter read twice"])
-
-
-@two_ranks
-def test_reduces_the_parameters_of_a_module_called_twice_once() -> None:
-    check(SCENARIOS["a module called twice"])
+    check_bitwise(replace(REGRESSION, model=BatchNorm, before_step=remember_buffers))
 
 
 @two_ranks
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 def test_leaves_the_gradient_of_an_unused_parameter_none(reshard_after_forward: bool | None) -> None:
     shard_kwargs = {"reshard_after_forward": reshard_after_forward}
-    grads = check(Scenario(model=Unused, batch=rows(), shard_kwargs=shard_kwargs)).grads
+    grads = check(replace(REGRESSION, model=Unused, shard_kwargs=shard_kwargs)).grads
     assert {name for name, grad in grads.items() if grad is None} == {"idle", "blocks.1.weight", "blocks.1.bias"}
 
 
 @two_ranks
-def test_gathers_what_multihead_attention_reads_of_its_child() -> None:
-    check(SCENARIOS["MultiheadAttention"])
-
-
-@two_ranks
 def test_multihead_attention_works_in_eager_mode() -> None:
-    check(Scenario(model=SelfAttention, batch=tokens(), loss=cross_entropy, prepare=only_shard))
+    check(replace(LANGUAGE, model=SelfAttention, prepare=only_shard))
 
 
 @two_ranks
 def test_lstm_works_in_eager_mode() -> None:
-    check_against_unsharded(Scenario(model=recurrent, batch=rows(), prepare=only_shard))
+    check_against_unsharded(replace(REGRESSION, model=recurrent, prepare=only_shard))
 
 
 @two_ranks
 @pytest.mark.parametrize("compiled", [True, False])
 def test_runs_the_gradient_hooks_of_sharded_parameters(compiled: bool) -> None:
-    scenario = SCENARIOS["hooks on gradients"]
-    if not compiled:
-        scenario = Scenario(model=MLP, batch=rows(), before_step=halve_gradients, prepare=only_shard)
-    check_against_unsharded(scenario)
+    prepare = shard_and_compile if compiled else only_shard
+    check_against_unsharded(replace(ONE_BLOCK, before_step=halve_gradients, prepare=prepare))
 
 
 def keep_accumulated_gradients(run: Run, step: int) -> None:
@@ -199,20 +162,16 @@ def keep_accumulated_gradients(run: Run, step: int) -> None:
 @pytest.mark.slow
 @two_ranks
 def test_runs_the_post_accumulate_hooks_of_sharded_parameters_once_per_backward() -> None:
-    run = check(Scenario(model=MLP, batch=rows(), before_step=keep_accumulated_gradients))
+    run = check(replace(REGRESSION, before_step=keep_accumulated_gradients))
     assert len(run.extra) == NUM_STEPS
 
 
 @two_ranks
 def test_adds_to_gradients_that_are_there_already() -> None:
     def two_backwards(run: Run, step: int) -> Tensor:
-        first = run.loss(step)
-        first.backward()
-        second = run.loss(step + 10)
-        second.backward()
-        return first.detach() + second.detach()
+        return in_turn(run, step, {}, {})
 
-    check_close(Scenario(model=MLP, batch=rows(), backward=two_backwards))
+    check_close(replace(ONE_BLOCK, backward=two_backwards))
 
 
 class Rope(nn.Module):

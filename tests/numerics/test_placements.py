@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -17,11 +15,11 @@ import fxshard
 from fxshard.errors import UnsupportedGraph
 from fxshard.runtime.parameters import local_of
 from tests.numerics.harness import (
+    EAGER,
     FSDP2,
     NUM_STEPS,
     Prepare,
     Run,
-    Scenario,
     Tools,
     adopted,
     check,
@@ -32,14 +30,17 @@ from tests.numerics.harness import (
     fxshard_system,
     only_shard,
     shard_and_compile,
+    sharded,
     start,
     train,
     train_step,
     with_a_break,
     world_mesh,
 )
+from tests.numerics.mesh_bodies import shared_folder
 from tests.numerics.microbatches import kept, several
-from tests.numerics.models import GPT, MLP, WIDTH, cross_entropy, rows, tied_gpt, tokens
+from tests.numerics.models import GPT, MLP, WIDTH
+from tests.numerics.scenarios import LANGUAGE, REGRESSION, TIED
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -71,7 +72,7 @@ def many_dims() -> nn.Module:
 
 
 COLUMNS = {"shard_placement_fn": last_dim}
-BASE = Scenario(model=many_dims, batch=rows(), shard_kwargs=COLUMNS)
+BASE = replace(REGRESSION, model=many_dims, shard_kwargs=COLUMNS)
 
 
 @two_ranks
@@ -89,15 +90,14 @@ def test_adds_up_gradients_of_what_is_cut_along_other_dimensions(backward: Any) 
     check(replace(BASE, backward=backward))
 
 
+MODELS = {"MLP": REGRESSION, "GPT": LANGUAGE, "tied": replace(TIED, model=partial(GPT, tied=True, num_blocks=1))}
+
+
 @two_ranks
-@pytest.mark.parametrize("model", [slow(MLP), slow(GPT), tied_gpt])
+@pytest.mark.parametrize("name", [slow("MLP"), slow("GPT"), "tied"])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_trains_embeddings_and_linear_layers_by_columns(model: Any, reshard_after_forward: bool) -> None:
-    kwargs = {**COLUMNS, "reshard_after_forward": reshard_after_forward}
-    if model is MLP:
-        check(Scenario(model=MLP, batch=rows(), shard_kwargs=kwargs))
-    else:
-        check(Scenario(model=model, batch=tokens(), loss=cross_entropy, shard_kwargs=kwargs))
+def test_trains_embeddings_and_linear_layers_by_columns(name: str, reshard_after_forward: bool) -> None:
+    check(replace(MODELS[name], shard_kwargs={**COLUMNS, "reshard_after_forward": reshard_after_forward}))
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def fused(parameters: Any, overlaps: bool = False) -> Any:
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_fused_optimizer_goes_on_where_parameters_change_hands(overlaps: bool) -> None:
     """Fused kernels walk through the memory of parameters and state side by side."""
-    optimizer = functools.partial(fused, overlaps=overlaps)
+    optimizer = partial(fused, overlaps=overlaps)
     scenario = replace(BASE, prepare=by_torch, before_step=there_and_back, optimizer=optimizer)
     ours = train(scenario, fxshard_system(dtype=torch.float64))
     compare(ours, train(scenario, replace(FSDP2, dtype=torch.float64)), rtol=1e-9, atol=1e-11)
@@ -171,17 +171,14 @@ class Writes(nn.Linear):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_refuses_a_write_into_what_is_cut_along_another_dimension(compiled: bool) -> None:
     model: Any = fxshard.fully_shard(Writes(WIDTH, WIDTH), mesh=world_mesh(), shard_placement_fn=last_dim)
-    model = compile_module(model, options={"lower": "eager"}) if compiled else model
+    model = compile_module(model, options=EAGER) if compiled else model
     with pytest.raises(UnsupportedGraph, match="change would be lost"):
         model(torch.ones(2, WIDTH))
 
 
 def sharded_and_stepped(seed: int, fn: Any) -> tuple[Any, Any]:
     torch.manual_seed(seed)
-    model: Any = many_dims()
-    for block in model.blocks:
-        fxshard.fully_shard(block, mesh=world_mesh(), shard_placement_fn=fn)
-    fxshard.fully_shard(model, mesh=world_mesh(), shard_placement_fn=fn)
+    model: Any = sharded(many_dims(), mesh=world_mesh(), shard_placement_fn=fn)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(torch.ones(2, WIDTH)).square().mean().backward()
     optim.step()
@@ -209,11 +206,10 @@ def test_full_state_has_no_trace_of_the_dimension() -> None:
 @two_ranks
 def test_a_checkpoint_loads_along_another_dimension() -> None:
     model, optim = sharded_and_stepped(0, last_dim)
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    fxshard.save_checkpoint(f"{folder[0]}/last", model, optim)
+    folder = shared_folder()
+    fxshard.save_checkpoint(f"{folder}/last", model, optim)
     expected = fxshard.full_state_dict(model, recipient_rank=None)
     for fn in (None, last_dim):
         other, other_optim = sharded_and_stepped(1, fn)
-        fxshard.load_checkpoint(f"{folder[0]}/last", other, other_optim)
+        fxshard.load_checkpoint(f"{folder}/last", other, other_optim)
         torch.testing.assert_close(fxshard.full_state_dict(other, recipient_rank=None), expected, rtol=0, atol=0)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -16,7 +20,9 @@ from fxshard.plan.policies import Policy
 from fxshard.sharding.sharded_module import units_under
 from tests.numerics.harness import Scenario, Tools, check_bitwise, world_mesh
 from tests.numerics.microbatches import several
-from tests.numerics.models import MLP, rows
+from tests.numerics.models import MLP
+from tests.numerics.scenarios import REGRESSION
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 POLICIES = (
@@ -28,20 +34,17 @@ POLICIES = (
 )
 
 
-def five_blocks() -> nn.Module:
-    return MLP(num_blocks=len(POLICIES))
-
-
-def as_planned(model: nn.Module, tools: Tools) -> nn.Module:
+def as_planned(policies: Sequence[Policy], model: nn.Module, tools: Tools) -> nn.Module:
     if tools.system.ours:
         with tempfile.TemporaryDirectory() as folder:  # each rank reads a file of its own
             file = Path(folder, "policies.json")
-            file.write_text(json.dumps({f"blocks.{i}": policy.fields for i, policy in enumerate(POLICIES)}))
+            file.write_text(json.dumps({f"blocks.{i}": policy.fields for i, policy in enumerate(policies)}))
             model = fxshard.apply_policies(model, file, mesh=world_mesh())
         settings = [unit.settings for unit in units_under(model)]
-        assert [each.reshard_after_forward for each in settings] == [None, False, True, True, False, True]
+        expected = [policy.resident or policy.reshard_after_forward for policy in policies]
+        assert [each.reshard_after_forward for each in settings] == [None, *expected]
         return tools.compile(model)
-    for i, policy in enumerate(POLICIES):
+    for i, policy in enumerate(policies):
         if policy.checkpoints:
             model.set_submodule(f"blocks.{i}", checkpoint_wrapper(model.get_submodule(f"blocks.{i}")))
         # FSDP2 has no gradients while parameters are resident; in numbers they make no difference.
@@ -52,15 +55,22 @@ def as_planned(model: nn.Module, tools: Tools) -> nn.Module:
     return model
 
 
+def scenario(policies: Sequence[Policy], **changes: Any) -> Scenario:
+    """Train a block under each of the policies."""
+    model, prepare = partial(MLP, num_blocks=len(policies)), partial(as_planned, policies)
+    return replace(REGRESSION, model=model, prepare=prepare, **changes)
+
+
 @pytest.mark.slow
 @two_ranks
 def test_trains_with_a_policy_for_each_block_as_fsdp2() -> None:
-    check_bitwise(Scenario(model=five_blocks, batch=rows(), prepare=as_planned))
+    check_bitwise(scenario(POLICIES))
 
 
 @two_ranks
-def test_accumulates_with_a_policy_for_each_block_as_fsdp2() -> None:
-    check_bitwise(Scenario(model=five_blocks, batch=rows(), backward=several, prepare=as_planned))
+@pytest.mark.parametrize("policies", [POLICIES[2:], slow(POLICIES)])
+def test_accumulates_with_a_policy_for_each_block_as_fsdp2(policies: Sequence[Policy]) -> None:
+    check_bitwise(scenario(policies, backward=several))
 
 
 def test_policies_of_other_blocks_and_files_without_any_are_refused(tmp_path: Path) -> None:

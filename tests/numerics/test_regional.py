@@ -7,7 +7,7 @@ import copy
 import gc
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxshard import adopt, explain, fully_shard, no_sync
+from fxshard import explain, fully_shard, no_sync
 from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.sharding.blocks import HAS_LIMIT
@@ -30,6 +30,7 @@ from tests.numerics.harness import (
     UNSHARDED,
     Prepare,
     Tools,
+    adopted,
     blocks_of,
     compare,
     full,
@@ -38,6 +39,7 @@ from tests.numerics.harness import (
     shard_and_compile,
     shard_blocks,
     shard_blocks_as_one_unit,
+    sharded,
     train,
 )
 from tests.numerics.scenarios import CHECKPOINTED, LANGUAGE, REGRESSION, TIED
@@ -45,6 +47,18 @@ from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 REGIONAL = {**EAGER, "regional": True}
+
+
+EMULATED = pytest.mark.usefixtures("emulated_ranks")
+
+
+@pytest.fixture
+def emulated_ranks() -> Iterator[None]:
+    torch._dynamo.reset()
+    with emulated_link(2):
+        yield
+
+
 SCENARIOS = {"language": LANGUAGE, "tied": TIED, "checkpoints": CHECKPOINTED, "mlp": REGRESSION}
 
 
@@ -53,14 +67,6 @@ def in_place(model: nn.Module, tools: Tools) -> nn.Module:
     shard_blocks(model, tools)
     tools.compile_in_place(model)
     return model
-
-
-def adopted(model: nn.Module, tools: Tools) -> nn.Module:
-    """Take over what FSDP2 has sharded."""
-    if not tools.system.ours:
-        return shard_and_compile(model, tools)
-    shard_blocks(model, Tools(system=FSDP2, scenario=tools.scenario))
-    return tools.compile(adopt(model))
 
 
 @two_ranks
@@ -105,14 +111,6 @@ class InARow(Deep):
         return self.head(self.norm(nn.Sequential(*self.blocks)(self.embedding(tokens) * 2)))
 
 
-def sharded(kind: Callable[[int], Deep], num_blocks: int) -> Deep:
-    model = kind(num_blocks)
-    for block in blocks_of(model):
-        fully_shard(block)
-    fully_shard(model)
-    return model
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Deep, slow(InARow)])
 def test_blocks_that_are_alike_share_one_graph(kind: Callable[[int], Deep]) -> None:
@@ -120,7 +118,7 @@ def test_blocks_that_are_alike_share_one_graph(kind: Callable[[int], Deep]) -> N
     for num_blocks in (2, 9):
         torch._dynamo.reset()
         with emulated_link(2):
-            model = sharded(kind, num_blocks)
+            model = sharded(kind(num_blocks))
             torch.compile(model, backend="fxshard", options=REGIONAL)(torch.arange(6)).sum().backward()
             graphs.append(sum("blocks.0" in frame.plan.units for frame in frames_of(model)))
             assert all(len(frame.plan.units) == 1 for frame in frames_of(model))
@@ -136,61 +134,57 @@ class Numbered(FeedForward):
         return super().forward(x) * (1 + self.number)
 
 
+@EMULATED
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_LIMIT, reason="torch 2.11 has one limit of graphs for all blocks")
 def test_blocks_that_read_their_own_number_have_a_graph_each() -> None:
     """Also more of them than Dynamo compiles of one function."""
-    torch._dynamo.reset()
-    with emulated_link(2):
-        model, tokens = Deep(0), torch.arange(6)
-        model.blocks = nn.ModuleList(Numbered(8, 16) for _ in range(10))
-        for i, block in enumerate(blocks_of(model)):
-            block.__dict__["number"] = i
-            fully_shard(block)
-        fully_shard(model)
-        compiled = torch.compile(model, backend="fxshard", options=REGIONAL)
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(tokens), model(tokens))
-        assert sum(frame.plan.units.keys() != {""} for frame in frames_of(model)) == 10
+    model, tokens = Deep(0), torch.arange(6)
+    model.blocks = nn.ModuleList(Numbered(8, 16) for _ in range(10))
+    for i, block in enumerate(blocks_of(model)):
+        block.__dict__["number"] = i
+        fully_shard(block)
+    fully_shard(model)
+    compiled = torch.compile(model, backend="fxshard", options=REGIONAL)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens), model(tokens))
+    assert sum(frame.plan.units.keys() != {""} for frame in frames_of(model)) == 10
 
 
+@EMULATED
 def test_a_call_that_is_not_compiled_runs_as_it_is() -> None:
     """`generate` of a model that `torch.compile` has wrapped calls the model itself."""
-    torch._dynamo.reset()
-    with emulated_link(2):
-        model, tokens = sharded(Deep, 2), torch.arange(6)
-        compiled = torch.compile(model, backend="fxshard", options=REGIONAL)
-        with torch.no_grad():
-            compiled(tokens)
-            graphs = len(frames_of(model))
-            model(tokens[:1])
-            torch.testing.assert_close(model(tokens), compiled(tokens))
-        assert len(frames_of(model)) == graphs
+    model, tokens = sharded(Deep(2)), torch.arange(6)
+    compiled = torch.compile(model, backend="fxshard", options=REGIONAL)
+    with torch.no_grad():
+        compiled(tokens)
+        graphs = len(frames_of(model))
+        model(tokens[:1])
+        torch.testing.assert_close(model(tokens), compiled(tokens))
+    assert len(frames_of(model)) == graphs
 
 
+@EMULATED
 def test_the_option_may_change(caplog: pytest.LogCaptureFixture) -> None:
-    with emulated_link(2):
-        model, tokens = sharded(Deep, 2), torch.arange(6)
-        counts = []
-        torch._dynamo.reset()
-        for options in (REGIONAL, EAGER, REGIONAL):
-            torch.compile(model, backend="fxshard", options=options)(tokens).sum().backward()
-            gc.collect()
-            counts.append({len(frame.plan.units) for frame in frames_of(model)})
-        assert counts == [{1}, {1, 4}, {1, 4}]  # the graphs of the other choice stay
+    model, tokens = sharded(Deep(2)), torch.arange(6)
+    counts = []
+    for options in (REGIONAL, EAGER, REGIONAL):
+        torch.compile(model, backend="fxshard", options=options)(tokens).sum().backward()
+        gc.collect()
+        counts.append({len(frame.plan.units) for frame in frames_of(model)})
+    assert counts == [{1}, {1, 4}, {1, 4}]  # the graphs of the other choice stay
     assert "uncompiled" not in caplog.text  # the frame around the blocks runs as it is because the user wants it
 
 
+@EMULATED
 @pytest.mark.parametrize("kind", [Deep, slow(InARow)])
 def test_one_line_has_one_graph_for_all_blocks(kind: Callable[[int], Deep]) -> None:
-    torch._dynamo.reset()
-    with emulated_link(2):
-        model, tokens = kind(5), torch.arange(6)
-        compiled = torch.compile(model, backend="fxshard", options=REGIONAL)
-        for _ in range(2):
-            compiled(tokens).sum().backward()
-        assert [len(frame.plan.units) for frame in frames_of(model)].count(1) == len(frames_of(model))
-        assert sum("blocks.0" in frame.plan.units for frame in frames_of(model)) == 1
+    model, tokens = kind(5), torch.arange(6)
+    compiled = torch.compile(model, backend="fxshard", options=REGIONAL)
+    for _ in range(2):
+        compiled(tokens).sum().backward()
+    assert [len(frame.plan.units) for frame in frames_of(model)].count(1) == len(frames_of(model))
+    assert sum("blocks.0" in frame.plan.units for frame in frames_of(model)) == 1
 
 
 class Breaking(nn.Linear):
@@ -276,37 +270,35 @@ class Middle(nn.Module):
         return y @ linear.weight[:2].t()
 
 
+@EMULATED
 @pytest.mark.parametrize("options", [EAGER, REGIONAL])
 def test_two_models_of_one_class_run_as_unsharded_from_the_first_call(options: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    with emulated_link(2):
-        for seed in range(2):
-            torch.manual_seed(seed)
-            model = Middle().double()
-            with torch.no_grad():  # whatever emulated ranks gather is this one's rows
-                for p in model.parameters():
-                    p.copy_(p[: len(p) // 2].repeat(2, *[1] * (p.dim() - 1)))
-            plain, x = copy.deepcopy(model), torch.randn(3, 4, dtype=torch.float64)
-            compiled: Any = torch.compile(model, backend="fxshard", options=options)
-            for _ in range(2):
-                torch.testing.assert_close(compiled(x), plain(x), rtol=1e-12, atol=1e-12)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = Middle().double()
+        with torch.no_grad():  # whatever emulated ranks gather is this one's rows
+            for p in model.parameters():
+                p.copy_(p[: len(p) // 2].repeat(2, *[1] * (p.dim() - 1)))
+        plain, x = copy.deepcopy(model), torch.randn(3, 4, dtype=torch.float64)
+        compiled: Any = torch.compile(model, backend="fxshard", options=options)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), plain(x), rtol=1e-12, atol=1e-12)
 
 
+@EMULATED
 def test_a_hook_inside_one_of_several_blocks_that_are_alike_runs_in_that_one() -> None:
-    torch._dynamo.reset()
     calls = []
-    with emulated_link(2):
-        model = sharded(Deep, 3)
-        cast(FeedForward, model.blocks[1]).up.register_forward_hook(lambda *_: calls.append(1))
-        compiled: Any = torch.compile(model, backend="fxshard", options=REGIONAL)
-        for step in range(1, 3):
-            compiled(torch.arange(6)).sum().backward()
-            assert len(calls) == step
+    model = sharded(Deep(3))
+    cast(FeedForward, model.blocks[1]).up.register_forward_hook(lambda *_: calls.append(1))
+    compiled: Any = torch.compile(model, backend="fxshard", options=REGIONAL)
+    for step in range(1, 3):
+        compiled(torch.arange(6)).sum().backward()
+        assert len(calls) == step
 
 
+@EMULATED
 @pytest.mark.parametrize("options", [EAGER, REGIONAL])
 def test_two_parts_may_share_blocks(options: dict[str, Any]) -> None:
-    torch._dynamo.reset()
     shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
     body = {"body": shared}
@@ -314,28 +306,27 @@ def test_two_parts_may_share_blocks(options: dict[str, Any]) -> None:
         lambda m, x: m.left["body"](x) + m.right["body"](x), left=nn.ModuleDict(body), right=nn.ModuleDict(body)
     )
 
-    with emulated_link(2):
-        compiled: Any = torch.compile(two, backend="fxshard", options=options)
-        compiled(torch.ones(2, 4)).sum().backward()
-        compiled(torch.ones(2, 4)).sum().backward()
+    compiled: Any = torch.compile(two, backend="fxshard", options=options)
+    compiled(torch.ones(2, 4)).sum().backward()
+    compiled(torch.ones(2, 4)).sum().backward()
     assert all(p.grad is not None for p in shared.parameters())
 
 
+@EMULATED
 @pytest.mark.slow
 def test_more_kinds_of_blocks_than_dynamo_compiles_anew() -> None:
-    torch._dynamo.reset()
-    with emulated_link(2):
-        blocks = [nn.Sequential(nn.Linear(4, 2 * i), nn.Linear(2 * i, 4)) for i in range(1, 6) for _ in range(2)]
-        model: Any = torch.compile(nn.Sequential(*blocks), backend="fxshard", options=REGIONAL)
-        with contextlib.ExitStack() as stack:
-            if "recompile_limit" not in inspect.signature(torch.compile).parameters:
-                stack.enter_context(pytest.raises(UnsupportedGraph, match=r"torch\._dynamo\.config\.recompile_limit"))
-            for train in (True, False, True):
-                model.train(train)
-                with torch.set_grad_enabled(train):
-                    model(torch.ones(2, 4))
+    blocks = [nn.Sequential(nn.Linear(4, 2 * i), nn.Linear(2 * i, 4)) for i in range(1, 6) for _ in range(2)]
+    model: Any = torch.compile(nn.Sequential(*blocks), backend="fxshard", options=REGIONAL)
+    with contextlib.ExitStack() as stack:
+        if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+            stack.enter_context(pytest.raises(UnsupportedGraph, match=r"torch\._dynamo\.config\.recompile_limit"))
+        for train in (True, False, True):
+            model.train(train)
+            with torch.set_grad_enabled(train):
+                model(torch.ones(2, 4))
 
 
+@EMULATED
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_model_without_blocks_is_compiled_as_a_whole_and_told_so(
     is_sharded: bool, caplog: pytest.LogCaptureFixture
@@ -348,41 +339,35 @@ def test_a_model_without_blocks_is_compiled_as_a_whole_and_told_so(
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x)
 
-    torch._dynamo.reset()
-    with emulated_link(2):
-        for number in range(2):
-            model = fully_shard(Plain()) if is_sharded else Plain()
-            compiled: Any = torch.compile(model, backend="fxshard", options=REGIONAL)
-            for _ in range(2):
-                compiled(torch.ones(2, 4)).sum().backward()
-            assert all(isinstance(p.grad, DTensor) for p in model.parameters())
-            assert frames_of(model) or number  # models that are alike share a frame
+    for number in range(2):
+        model = fully_shard(Plain()) if is_sharded else Plain()
+        compiled: Any = torch.compile(model, backend="fxshard", options=REGIONAL)
+        for _ in range(2):
+            compiled(torch.ones(2, 4)).sum().backward()
+        assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+        assert frames_of(model) or number  # models that are alike share a frame
     assert "Plain has none beside its root: it is compiled as a whole. Call fully_shard" in caplog.text
 
 
+@EMULATED
 def test_a_first_call_without_gradients_leaves_blocks_sharded_in_the_next_one() -> None:
-    torch._dynamo.reset()
-    with emulated_link(2):
-        model = Middle().double()
-        compiled: Any = torch.compile(model, backend="fxshard", options=REGIONAL)
-        with torch.no_grad():
-            for _ in range(2):
-                compiled(torch.ones(2, 4, dtype=torch.float64))
-        assert isinstance(cast(Any, model.blocks[0])[0].weight, DTensor)
-        runs = [dict(state.compiled.runs) for _, state in states_under(model).values()]
+    model = Middle().double()
+    compiled: Any = torch.compile(model, backend="fxshard", options=REGIONAL)
+    with torch.no_grad():
         for _ in range(2):
-            compiled(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-        assert runs == [dict(state.compiled.runs) for _, state in states_under(model).values()]
+            compiled(torch.ones(2, 4, dtype=torch.float64))
+    assert isinstance(cast(Any, model.blocks[0])[0].weight, DTensor)
+    runs = [dict(state.compiled.runs) for _, state in states_under(model).values()]
+    for _ in range(2):
+        compiled(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert runs == [dict(state.compiled.runs) for _, state in states_under(model).values()]
 
 
+@EMULATED
 def test_a_graph_break_before_the_blocks_of_an_unsharded_model_is_named() -> None:
-    torch._dynamo.reset()
-    with emulated_link(2):
-        compiled: Any = torch.compile(Broken(), backend="fxshard", options=REGIONAL)
-        with pytest.raises(
-            ConfigError, match=r"compiled Broken that was captured holds only its part Middle.*fully_shard"
-        ):
-            compiled(torch.ones(2, 4))
+    compiled: Any = torch.compile(Broken(), backend="fxshard", options=REGIONAL)
+    with pytest.raises(ConfigError, match=r"compiled Broken that was captured holds only its part Middle.*fully_shard"):
+        compiled(torch.ones(2, 4))
 
 
 def test_explain_counts_units_in_units_and_tells_kinds_of_one_layout_apart() -> None:
@@ -425,10 +410,8 @@ class Rotaries(nn.Module):
 def rotaries(options: dict[str, Any]) -> tuple[nn.Module, Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Rotaries().double()
-    for block in model.blocks:
-        fully_shard(block)
-    return model, torch.compile(fully_shard(model), backend="fxshard", options={**REGIONAL, **options})
+    model = sharded(Rotaries().double())
+    return model, torch.compile(model, backend="fxshard", options={**REGIONAL, **options})
 
 
 @two_ranks
@@ -448,17 +431,17 @@ def test_microbatches_of_changing_lengths_add_up_as_unsharded(options: dict[str,
         torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-9, atol=1e-12)
 
 
+@EMULATED
 def test_a_float_that_changes_between_microbatches_is_refused_with_what_to_write() -> None:
-    with emulated_link(2):
-        model, compiled = rotaries({})
+    model, compiled = rotaries({})
 
-        def train() -> None:
-            for scale in (0.5, 0.25, 0.125):
-                with no_sync(model):
-                    compiled(torch.ones(2, 6, 8, dtype=torch.float64), scale).sum().backward()
+    def train() -> None:
+        for scale in (0.5, 0.25, 0.125):
+            with no_sync(model):
+                compiled(torch.ones(2, 6, 8, dtype=torch.float64), scale).sum().backward()
 
-        with pytest.raises(UnsupportedGraph, match=r"Python float that changes.*torch\.tensor\(value\)"):
-            train()
+    with pytest.raises(UnsupportedGraph, match=r"Python float that changes.*torch\.tensor\(value\)"):
+        train()
 
 
 def test_explain_shows_blocks_that_are_alike_once() -> None:
@@ -475,11 +458,10 @@ def test_explain_shows_blocks_that_are_alike_once() -> None:
     assert found.step.exposed > 0
 
 
+@EMULATED
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_refuses_a_function_that_calls_the_model(is_sharded: bool) -> None:
-    torch._dynamo.reset()
-    with emulated_link(2):
-        model = sharded(Deep, 2) if is_sharded else Deep(2)
-        step = torch.compile(lambda tokens: model(tokens).sum(), backend="fxshard", options=REGIONAL)
-        with pytest.raises(ConfigError, match=r"(?s)regional=True is for a model.*torch.compile\(model"):
-            step(torch.arange(6))
+    model = sharded(Deep(2)) if is_sharded else Deep(2)
+    step = torch.compile(lambda tokens: model(tokens).sum(), backend="fxshard", options=REGIONAL)
+    with pytest.raises(ConfigError, match=r"(?s)regional=True is for a model.*torch.compile\(model"):
+        step(torch.arange(6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -76,10 +77,8 @@ class AddsInPlace(nn.Module):
 
 def same_as_plain(build: Callable[[], nn.Module], forward: Callable[[nn.Module], Tensor], *, compiled: bool) -> None:
     """One backward of a sharded model gives the gradients of a plain one; all ranks see the same batch."""
-    torch.manual_seed(0)
     plain = build().double()
-    torch.manual_seed(0)
-    model = fxshard.fully_shard(build().double())
+    model = fxshard.fully_shard(copy.deepcopy(plain))
     forward(plain).backward()
     forward(compile_module(model, options=EAGER) if compiled else model).backward()
     for (name, expected), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import _get_work_registry_size
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.numerics.harness import (
+    Prepare,
     Run,
     Scenario,
     Tools,
@@ -29,7 +30,8 @@ from tests.numerics.harness import (
     train_step,
 )
 from tests.numerics.microbatches import forwards_ahead, kept
-from tests.numerics.models import MLP, rows
+from tests.numerics.models import MLP
+from tests.numerics.scenarios import REGRESSION
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -48,10 +50,10 @@ SAVED: Mapping[str, Callable[[Any], bool]] = {
 class Selective(MLP):
     """Blocks that are recomputed under a policy, each after a norm that belongs to the root's unit."""
 
-    def __init__(self, saved: str, times: int = 1) -> None:
-        super().__init__()
+    def __init__(self, saved: str, times: int = 1, num_blocks: int = 2) -> None:
+        super().__init__(num_blocks)
         self.norm = nn.LayerNorm(self.head.in_features)
-        self.saved, self.times, self.breaks = saved, times, False
+        self.saved, self.times = saved, times
 
     def policy(self, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if SAVED[self.saved](op) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -60,8 +62,8 @@ class Selective(MLP):
         return block(self.norm(x))
 
     def recomputed(self, block: nn.Module, x: Tensor) -> Tensor:
-        contexts = functools.partial(create_selective_checkpoint_contexts, self.policy)
-        region = functools.partial(self.normed, block)
+        contexts = partial(create_selective_checkpoint_contexts, self.policy)
+        region = partial(self.normed, block)
         return checkpoint(region, x, use_reentrant=False, context_fn=contexts)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,14 +96,14 @@ def listed(model: nn.Module, tools: Tools) -> nn.Module:
 
 
 def scenario(saved: str, **kwargs: Any) -> Scenario:
-    plain = Scenario(model=functools.partial(Selective, saved), batch=rows(), prepare=compile_each_block)
-    return replace(plain, **kwargs)
+    given: dict[str, Any] = {"model": partial(Selective, saved), "prepare": compile_each_block, **kwargs}
+    return replace(REGRESSION, **given)
 
 
 @two_ranks
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("prepare", [compile_each_block, slow(only_shard)])
-def test_trains_the_same(prepare: Callable[[nn.Module, Tools], nn.Module], saved: str) -> None:
+def test_trains_the_same(prepare: Prepare, saved: str) -> None:
     check(scenario(saved, prepare=prepare))
 
 
@@ -113,21 +115,21 @@ def test_trains_the_same_with_prefetch_lists() -> None:
 
 @two_ranks
 def test_trains_the_same_where_a_model_breaks_into_graphs() -> None:
-    model = functools.partial(SelectiveInTwoGraphs, "products")
+    model = partial(SelectiveInTwoGraphs, "products")
     check_against_unsharded(scenario("products", model=model, prepare=shard_and_compile))
 
 
 @two_ranks(timeout=240)
 @pytest.mark.parametrize("saved", [slow("products"), "collectives"])
 def test_compiled_code_trains_the_same(saved: str) -> None:
-    check_against_unsharded(scenario(saved), lower="inductor")
+    check_against_unsharded(scenario(saved, model=partial(Selective, saved, num_blocks=1)), lower="inductor")
 
 
 @pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("saved", ["nothing", "everything"])
 def test_a_block_that_is_called_twice_trains_the_same_with_parameters_that_stay(saved: str) -> None:
-    check_against_unsharded(scenario(saved, model=functools.partial(Selective, saved, times=2), backward=kept))
+    check_against_unsharded(scenario(saved, model=partial(Selective, saved, times=2), backward=kept))
 
 
 @pytest.mark.slow

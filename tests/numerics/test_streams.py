@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,16 +24,17 @@ from tests.numerics.harness import (
     EAGER,
     FSDP2,
     Run,
-    Scenario,
-    Tools,
     backward_of_one_loss,
     compare,
     compile_module,
     fxshard_system,
     shard_and_compile,
+    sharded,
     train,
 )
+from tests.numerics.microbatches import with_no_sync
 from tests.numerics.models import MLP, rows
+from tests.numerics.scenarios import REGRESSION, SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -45,26 +46,12 @@ def same_bits(ours: Run, reference: Run) -> None:
     compare(ours, reference, rtol=0, atol=0)
 
 
-def with_no_sync(run: Run, step: int) -> Tensor:
-    """Two microbatches, of which the last reduces."""
-    if run.system.ours:
-        with fxshard.no_sync(run.model):
-            run.loss(step).backward()
-    else:
-        run.model.set_requires_gradient_sync(False)  # type: ignore[operator]
-        run.loss(step).backward()
-        run.model.set_requires_gradient_sync(True)  # type: ignore[operator]
-    loss = run.loss(step)
-    loss.backward()
-    return loss
-
-
 @pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("mode", ["side", slow("off")])
 @pytest.mark.parametrize("shard_kwargs", [{}, BF16], ids=["fp32", "bf16"])
 def test_interprets_as_fsdp2_does(shard_kwargs: dict[str, Any], mode: str) -> None:
-    scenario = Scenario(model=MLP, batch=rows(), shard_kwargs=shard_kwargs, backward=with_no_sync)
+    scenario = replace(REGRESSION, shard_kwargs=shard_kwargs, backward=with_no_sync)
     same_bits(train(scenario, fxshard_system(streams=mode)), train(scenario, FSDP2))
 
 
@@ -85,22 +72,13 @@ def test_compiled_code_computes_the_same_with_any_streams(
 ) -> None:
     """To the bit, or where Inductor fuses other things, to a rounding."""
     kwargs = BF16 if dtype is torch.float32 else {}
-    scenario = Scenario(model=MLP, batch=rows(), shard_kwargs=kwargs, backward=backward)
+    scenario = replace(REGRESSION, shard_kwargs=kwargs, backward=backward)
     nccl, side, off = (
         train(scenario, fxshard_system(dtype=dtype, lower="inductor", streams=mode, bucket=bucket)) for mode in MODES
     )
     same_bits(off, nccl)
     tolerance = 1e-12 if dtype is torch.float64 else 2**-7  # a rounding of bfloat16
     compare(side, nccl, rtol=tolerance, atol=tolerance, params=False)
-
-
-def separately(model: nn.Module, tools: Tools) -> nn.Module:
-    """Shard block by block, give reductions a group of their own, compile."""
-    prepared = shard_and_compile(model, tools)
-    if tools.system.ours:
-        assert isinstance(model, fxshard.ShardedModule)
-        model.set_separate_reduce_scatter_group()
-    return prepared
 
 
 def groups_in(model: nn.Module) -> dict[str, set[str]]:
@@ -119,12 +97,12 @@ def groups_in(model: nn.Module) -> dict[str, set[str]]:
 @two_ranks
 @pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 def test_reductions_have_a_group_of_their_own(lower: str) -> None:
-    scenario = Scenario(model=MLP, batch=rows(), prepare=separately, backward=with_no_sync)
+    scenario = replace(SCENARIOS["a group for reductions"], backward=with_no_sync)
     ours = train(scenario, fxshard_system(lower=lower))
     groups = groups_in(ours.model)
     assert groups["all_gather"].isdisjoint(groups["reduce_scatter"])
     assert all(len(names) == 1 for names in groups.values())
-    expected = train(dataclasses.replace(scenario, prepare=shard_and_compile), fxshard_system(lower=lower))
+    expected = train(replace(scenario, prepare=shard_and_compile), fxshard_system(lower=lower))
     same_bits(ours, expected)
 
 
@@ -142,10 +120,7 @@ def test_the_one_line_form_takes_the_group_as_an_option() -> None:
 
 @two_ranks
 def test_a_model_has_one_group_however_it_is_enabled() -> None:
-    model = MLP()
-    for block in model.blocks:
-        fxshard.fully_shard(block)
-    fxshard.fully_shard(model)
+    model = sharded(MLP())
     for module in (*model.blocks, model):
         cast(fxshard.ShardedModule, module).set_separate_reduce_scatter_group()
     units = fxshard.sharding.sharded_module.units_under(model)
@@ -219,7 +194,7 @@ def test_explain_shows_the_group_of_reductions() -> None:
 @pytest.fixture
 def dear_copies(tmp_path: Path) -> str:
     """Hardware on which nothing is copied: gradients are sent as they are."""
-    spec = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
+    spec = replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
     path = tmp_path / "hardware.json"
     path.write_text(spec.to_json())
     return str(path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,55 +18,23 @@ import fxshard
 from fxshard import RankMismatchError
 from fxshard.ir.collectives import ALONE_BYTES
 from tests.models import Towers
+from tests.numerics.harness import sharded_as
 from tests.pairwise import slow
 from tests.ranks import fresh_ranks, two_ranks
 
-EAGER = {"lower": "eager"}
-
-
-def whole(model: nn.Module, options: dict[str, Any]) -> Any:
-    shard_parts(model)
-    return torch.compile(model, backend="fxshard", options=options)
-
-
-def by_block(model: nn.Module, options: dict[str, Any]) -> Any:
-    shard_parts(model)
-    for part in model.children():
-        part.compile(backend="fxshard", options=options)
-    return model
-
-
-def uncompiled(model: nn.Module, options: dict[str, Any]) -> Any:
-    shard_parts(model)
-    return model
-
-
-def one_line(model: nn.Module, options: dict[str, Any]) -> Any:
-    return torch.compile(model, backend="fxshard", options=options)
-
-
-def shard_parts(model: nn.Module) -> None:
-    for part in model.children():
-        fxshard.fully_shard(part)
-    fxshard.fully_shard(model)
-
-
-FORMS = pytest.mark.parametrize("form", [whole, by_block, uncompiled, one_line])
-
-Form = Callable[[nn.Module, dict[str, Any]], Any]
+WAYS = pytest.mark.parametrize("way", ["compiled", "in parts", "eager", "one line"])
 
 
 def batch(step: int, rank: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
 
 
-def built(form: Form, options: dict[str, Any]) -> tuple[Any, Any, torch.optim.Optimizer]:
+def built(way: str, lower: str = "eager") -> tuple[Any, Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     plain = Towers()
-    model = Towers()
-    model.load_state_dict(plain.state_dict())
-    made = form(model, options)
-    if form is one_line:
+    model = copy.deepcopy(plain)
+    made = sharded_as(model, way, parts=model.children(), lower=lower)
+    if way == "one line":
         made(batch(0, 0), "image")  # shards
     return plain, made, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -83,11 +52,14 @@ def refused_late() -> Iterator[None]:
     assert "drop them before the optimizer steps" in text
 
 
-def differ_at_last(form: Form, options: dict[str, Any], steps: tuple[str, ...]) -> None:
+@two_ranks
+@WAYS
+@pytest.mark.parametrize("lower", ["eager", slow("inductor")])
+def test_another_tower_on_each_rank_is_an_error_before_the_optimizer_steps(way: str, lower: str) -> None:
     """Train while the ranks go alike through every transition, then let each call another tower."""
     rank = dist.get_rank()
-    _, model, optimizer = built(form, options)
-    for step, which in enumerate(steps):
+    _, model, optimizer = built(way, lower)
+    for step, which in enumerate(("image", "image", "text", "text", "image")):
         model(batch(step, rank), which).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -102,22 +74,10 @@ def differ_at_last(form: Form, options: dict[str, Any], steps: tuple[str, ...]) 
 
 
 @two_ranks
-@FORMS
-def test_another_tower_on_each_rank_is_an_error_before_the_optimizer_steps(form: Form) -> None:
-    differ_at_last(form, EAGER, ("image", "image", "text", "text", "image"))
-
-
-@two_ranks
-@pytest.mark.parametrize("form", [slow(whole), slow(by_block), slow(one_line)])
-def test_also_in_code_of_inductor(form: Form) -> None:
-    differ_at_last(form, {"lower": "inductor"}, ("image", "image", "text", "text", "image"))
-
-
-@two_ranks
-@pytest.mark.parametrize("form", [whole, by_block, uncompiled])  # in one line so small a model is one unit
-def test_another_tower_in_an_evaluation_is_an_error_where_its_forward_ends(form: Form) -> None:
+@pytest.mark.parametrize("way", ["compiled", "in parts", "eager"])  # in one line so small a model is one unit
+def test_another_tower_in_an_evaluation_is_an_error_where_its_forward_ends(way: str) -> None:
     rank = dist.get_rank()
-    _, model, _ = built(form, EAGER)
+    _, model, _ = built(way)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             for which in ("image", "image", "text", "text", "image"):
@@ -127,11 +87,11 @@ def test_another_tower_in_an_evaluation_is_an_error_where_its_forward_ends(form:
 
 
 @two_ranks
-@pytest.mark.parametrize("form", [by_block, uncompiled])
-def test_another_tower_of_which_only_the_backward_differs(form: Form) -> None:
+@pytest.mark.parametrize("way", ["in parts", "eager"])
+def test_another_tower_of_which_only_the_backward_differs(way: str) -> None:
     """Both ranks call both towers, and a loss has a gradient for one."""
     rank = dist.get_rank()
-    _, model, _ = built(form, EAGER)
+    _, model, _ = built(way)
 
     def train(which: str) -> None:
         outputs = {"image": model.image(batch(0, rank)), "text": model.text(batch(1, rank))}
@@ -144,10 +104,10 @@ def test_another_tower_of_which_only_the_backward_differs(form: Form) -> None:
 
 
 @two_ranks
-@FORMS
-def test_towers_that_all_ranks_call_train_as_unsharded_whichever_has_rows(form: Form) -> None:
+@WAYS
+def test_towers_that_all_ranks_call_train_as_unsharded_whichever_has_rows(way: str) -> None:
     rank = dist.get_rank()
-    plain, model, optimizer = built(form, EAGER)
+    plain, model, optimizer = built(way)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step, words in enumerate(("image image", "text image", "image text", "text text", "image text")):
         names = words.split()
@@ -163,10 +123,10 @@ def test_towers_that_all_ranks_call_train_as_unsharded_whichever_has_rows(form: 
 
 
 @two_ranks
-@FORMS
-def test_towers_that_the_ranks_choose_alike_are_no_difference(form: Form) -> None:
+@WAYS
+def test_towers_that_the_ranks_choose_alike_are_no_difference(way: str) -> None:
     rank = dist.get_rank()
-    _, model, optimizer = built(form, EAGER)
+    _, model, optimizer = built(way)
     for step, which in enumerate(("image", "text", "text", "image", "image", "text")):
         model(batch(step, rank), which).square().mean().backward()
         if step % 2:

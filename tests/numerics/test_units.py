@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fxshard
 from fxshard.errors import FxshardError
 from tests.numerics.harness import (
+    EAGER,
     Prepare,
     Run,
     Scenario,
@@ -28,14 +32,13 @@ from tests.numerics.harness import (
     only_shard,
     shard_and_compile,
     shard_blocks,
-    shard_nested,
     shard_root,
     squared_error,
     train,
     world_mesh,
 )
-from tests.numerics.models import GPT, MLP, Block, cross_entropy, rows, tokens
-from tests.numerics.scenarios import REGRESSION, SCENARIOS
+from tests.numerics.models import MLP, Block, rows
+from tests.numerics.scenarios import LANGUAGE, ONE_BLOCK, REGRESSION, SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import fresh_ranks, join_group, two_ranks
 from tests.watching import bytes_of_rows, storage_bytes
@@ -53,14 +56,17 @@ def compile_and_replace_each_block(model: nn.Module, tools: Tools) -> nn.Module:
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 def test_trains_in_eager_mode_without_any_compile(reshard_after_forward: bool | None) -> None:
     kwargs = {"reshard_after_forward": reshard_after_forward}
-    check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, prepare=only_shard, shard_kwargs=kwargs))
+    check(replace(LANGUAGE, prepare=only_shard, shard_kwargs=kwargs))
 
 
 @two_ranks
 @pytest.mark.parametrize("reshard_after_forward", [True, slow(False), slow(None)])
 def test_trains_compiled_as_a_whole(reshard_after_forward: bool | None) -> None:
+    """In one graph, which is compiled once."""
+    counters.clear()
     kwargs = {"reshard_after_forward": reshard_after_forward}
-    check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, shard_kwargs=kwargs))
+    check(replace(LANGUAGE, shard_kwargs=kwargs, compile_kwargs={"fullgraph": True}))
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
 
 @pytest.mark.slow
@@ -69,12 +75,12 @@ def test_trains_compiled_as_a_whole(reshard_after_forward: bool | None) -> None:
 @pytest.mark.parametrize("reshard_after_forward", [True, slow(None)])
 def test_trains_with_each_block_compiled_alone(prepare: Prepare, reshard_after_forward: bool | None) -> None:
     kwargs = {"reshard_after_forward": reshard_after_forward}
-    check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, prepare=prepare, shard_kwargs=kwargs))
+    check(replace(LANGUAGE, prepare=prepare, shard_kwargs=kwargs))
 
 
 @two_ranks
 def test_trains_with_the_root_as_the_only_unit() -> None:
-    check(Scenario(model=MLP, batch=rows(), prepare=shard_root))
+    check(replace(ONE_BLOCK, prepare=shard_root))
 
 
 @two_ranks
@@ -85,17 +91,17 @@ def test_trains_with_a_list_of_modules_as_one_unit() -> None:
 @pytest.mark.slow
 @two_ranks
 def test_trains_with_units_inside_units() -> None:
-    check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, prepare=shard_nested))
+    check(SCENARIOS["units inside units"])
 
 
 class SkipsABlock(MLP):
-    """Calls its second block on every other step only."""
+    """Calls its last block on every other step only."""
 
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        for block in self.blocks if self.calls % 2 else self.blocks[:1]:
+        for block in self.blocks if self.calls % 2 else self.blocks[:-1]:
             x = block(x)
         return self.head(x)
 
@@ -103,7 +109,7 @@ class SkipsABlock(MLP):
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
 def test_trains_a_model_that_skips_a_unit_in_some_steps(prepare: Prepare) -> None:
-    check(Scenario(model=SkipsABlock, batch=rows(), prepare=prepare))
+    check(replace(ONE_BLOCK, model=partial(SkipsABlock, 1), prepare=prepare))
 
 
 # ---- what a rank stores
@@ -134,22 +140,16 @@ class Storage:
 
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
-def test_stores_one_share_of_parameters_gradients_and_optimizer_state(prepare: Prepare) -> None:
+def test_keeps_no_full_parameter_or_gradient_after_a_step(prepare: Prepare) -> None:
+    """It stores one share of parameters, gradients and optimizer state."""
     storage = Storage()
-    run = train(Scenario(model=MLP, batch=rows(), prepare=prepare, update=storage), fxshard_system())
+    scenario = Scenario(model=partial(MLP, width=17), batch=rows(17, 17), prepare=prepare, update=storage)
+    run = train(scenario, fxshard_system())
+    assert storage.full_shapes == [], storage.full_shapes
     share = bytes_of_rows(run.model)
     assert storage.params <= share
     assert storage.grads <= share
     assert storage.states <= 2 * share
-
-
-@two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
-def test_keeps_no_full_parameter_or_gradient_after_a_step(prepare: Prepare) -> None:
-    storage = Storage()
-    scenario = Scenario(model=lambda: MLP(width=17), batch=rows(17, 17), prepare=prepare, update=storage)
-    train(scenario, fxshard_system())
-    assert storage.full_shapes == [], storage.full_shapes
 
 
 # ---- groups
@@ -167,7 +167,7 @@ def shard_on_two_meshes(model: nn.Module, tools: Tools) -> nn.Module:
 @pytest.mark.slow
 @two_ranks
 def test_trains_modules_on_two_groups_of_all_ranks() -> None:
-    check(Scenario(model=MLP, batch=rows(), prepare=shard_on_two_meshes))
+    check(replace(REGRESSION, prepare=shard_on_two_meshes))
 
 
 def shard_on_meshes_of_two_sizes(model: nn.Module, tools: Tools) -> nn.Module:
@@ -181,35 +181,33 @@ def shard_on_meshes_of_two_sizes(model: nn.Module, tools: Tools) -> nn.Module:
 
 @two_ranks
 def test_trains_modules_on_meshes_of_two_sizes() -> None:
-    check_bitwise(Scenario(model=MLP, batch=rows(), prepare=shard_on_meshes_of_two_sizes))
+    check_bitwise(replace(REGRESSION, prepare=shard_on_meshes_of_two_sizes))
 
 
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
 def test_trains_on_a_mesh_of_one_rank(prepare: Prepare) -> None:
     own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "own"))["own"]
-    check_bitwise(Scenario(model=MLP, batch=rows(), prepare=prepare, shard_kwargs={"mesh": own}))
+    check_bitwise(replace(ONE_BLOCK, prepare=prepare, shard_kwargs={"mesh": own}))
 
 
 @pytest.mark.slow
 @fresh_ranks
 def test_trains_in_a_new_process_group_after_the_old_one_was_destroyed() -> None:
-    scenario = REGRESSION
-    check(scenario)
+    check(REGRESSION)
     dist.destroy_process_group()
     join_group("second")
-    check(scenario)
+    check(REGRESSION)
 
 
 @two_ranks
 @pytest.mark.parametrize("in_place", [True, False])
 def test_refuses_to_step_replicas_beside_a_block_compiled_alone(in_place: bool) -> None:
     model = MLP()
-    options = {"lower": "eager"}
     if in_place:
-        model.blocks[0].compile(backend="fxshard", options=options)
+        model.blocks[0].compile(backend="fxshard", options=EAGER)
     else:
-        model.blocks[0] = compile_module(model.blocks[0], options=options)
+        model.blocks[0] = compile_module(model.blocks[0], options=EAGER)
     optim = adamw(model.parameters())
     squared_error(model, *rows()(0, dist.get_rank())).backward()
     before = model.head.weight.detach().clone()
@@ -238,5 +236,5 @@ def test_changes_reshard_after_forward_between_steps() -> None:
             assert callable(set_reshard_after_forward)
             set_reshard_after_forward(step == 1)
 
-    check(Scenario(model=MLP, batch=rows(), before_step=change))
-    check(Scenario(model=MLP, batch=rows(), before_step=change, prepare=only_shard))
+    check(replace(REGRESSION, before_step=change))
+    check(replace(REGRESSION, before_step=change, prepare=only_shard))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -18,6 +19,7 @@ from fxshard.testing import emulated_link
 from tests.models import Doing, matrix
 from tests.numerics.harness import (
     FSDP2,
+    Prepare,
     Run,
     Scenario,
     Tools,
@@ -32,65 +34,46 @@ from tests.numerics.harness import (
     only_shard,
     shard_and_compile,
     shard_blocks,
-    squared_error,
     start,
     train,
     with_a_break,
 )
 from tests.numerics.microbatches import forwards_ahead, holds, holds_any, kept, set_kept, several
-from tests.numerics.models import (
-    MLP,
-    WIDTH,
-    CheckpointedMLP,
-    checkpointed_gpt,
-    cross_entropy,
-    rows,
-    rows_of_many_sizes,
-    tied_gpt,
-    tokens,
-)
-from tests.numerics.scenarios import REGRESSION
+from tests.numerics.models import WIDTH, CheckpointedMLP, rows_of_many_sizes
+from tests.numerics.scenarios import CHECKPOINTED, ONE_BLOCK, REGRESSION, TIED
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(compile_each_block), slow(with_a_break)])
-def test_trains_the_same(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
-    check(Scenario(model=MLP, batch=rows(), backward=kept, prepare=prepare))
+def test_trains_the_same(prepare: Prepare) -> None:
+    check(replace(REGRESSION, backward=kept, prepare=prepare))
 
 
 @pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_trains_the_same() -> None:
-    check_inductor(Scenario(model=MLP, batch=rows(), backward=kept))
+    check_inductor(replace(REGRESSION, backward=kept))
 
 
 @pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("backward", [several, forwards_ahead])
 @pytest.mark.parametrize("prepare", [compile_each_block, slow(shard_and_compile)])
-def test_trains_the_same_by_budget(
-    prepare: Callable[[nn.Module, Tools], nn.Module], backward: Callable[[Run, int], Tensor]
-) -> None:
-    scenario = Scenario(model=MLP, batch=rows(), backward=backward, prepare=prepare)
+def test_trains_the_same_by_budget(prepare: Prepare, backward: Callable[[Run, int], Tensor]) -> None:
+    scenario = replace(REGRESSION, backward=backward, prepare=prepare)
     compare(train(scenario, fxshard_system(resident_gib=1)), train(scenario, FSDP2), rtol=0.0, atol=0.0)
+
+
+READ_AGAIN = {"MLP": replace(REGRESSION, model=CheckpointedMLP), "tied": TIED, "GPT": CHECKPOINTED}
 
 
 @pytest.mark.slow
 @two_ranks
-@pytest.mark.parametrize(
-    ("model", "batch", "loss"),
-    [
-        (CheckpointedMLP, rows, squared_error),
-        slow(tied_gpt, tokens, cross_entropy),
-        slow(checkpointed_gpt, tokens, cross_entropy),
-    ],
-)
-def test_trains_the_same_where_parameters_are_read_again(
-    model: Callable[[], nn.Module], batch: Callable[[], Any], loss: Callable[..., Tensor]
-) -> None:
-    scenario = Scenario(model=model, batch=batch(), loss=loss, backward=several)
+@pytest.mark.parametrize("name", READ_AGAIN)
+def test_trains_the_same_where_parameters_are_read_again(name: str) -> None:
+    scenario = replace(READ_AGAIN[name], backward=several)
     with_gathers = train(scenario, fxshard_system())
     compare(train(scenario, fxshard_system(resident_gib=1)), with_gathers, rtol=0.0, atol=0.0)
 
@@ -101,13 +84,13 @@ def test_trains_the_same_where_parameters_are_read_again(
 def test_trains_the_same_in_low_precision(reshard: bool) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     kwargs = {"mp_policy": policy, "reshard_after_forward": reshard}
-    check_bitwise(Scenario(model=MLP, batch=rows(), backward=kept, shard_kwargs=kwargs))
+    check_bitwise(replace(REGRESSION, backward=kept, shard_kwargs=kwargs))
 
 
 @pytest.mark.slow
 @two_ranks
 def test_trains_the_same_with_microbatches_of_different_shapes() -> None:
-    check_bitwise(Scenario(model=MLP, batch=rows_of_many_sizes, backward=kept))
+    check_bitwise(replace(REGRESSION, batch=rows_of_many_sizes, backward=kept))
 
 
 def keep_the_first_block(model: nn.Module, tools: Tools) -> nn.Module:
@@ -156,7 +139,7 @@ def test_what_a_model_returns_of_a_kept_parameter_may_be_written_to(lower: str, 
 @pytest.mark.slow
 @two_ranks
 def test_one_unit_may_be_kept_and_frozen_while_others_are_not() -> None:
-    check(Scenario(model=MLP, batch=rows(), backward=several, prepare=keep_the_first_block))
+    check(replace(REGRESSION, backward=several, prepare=keep_the_first_block))
 
 
 class Convolutions(nn.Module):
@@ -181,8 +164,7 @@ def images(step: int, rank: int) -> tuple[Tensor, ...]:
 @pytest.mark.slow
 @two_ranks(timeout=240)
 def test_saved_activations_may_lie_otherwise_in_memory() -> None:
-    scenario = Scenario(model=Convolutions, batch=images, backward=kept)
-    check_inductor(scenario)
+    check_inductor(Scenario(model=Convolutions, batch=images, backward=kept))
 
 
 def pointwise() -> nn.Module:
@@ -218,7 +200,7 @@ def launches(backward: Callable[[Run, int], Tensor], **options: Any) -> dict[str
     """Collectives of the second step."""
     torch._dynamo.reset()
     with emulated_link(2) as link:
-        scenario = Scenario(model=MLP, batch=rows(), backward=backward, prepare=prepare_on(link.mesh))
+        scenario = replace(ONE_BLOCK, backward=backward, shard_kwargs={"mesh": link.mesh})
         run = start(scenario, fxshard_system(**options))
         backward(run, 0)
         run.optim.step()
@@ -229,17 +211,8 @@ def launches(backward: Callable[[Run, int], Tensor], **options: Any) -> dict[str
     return {op: ops.count(op) for op in sorted(set(ops))}
 
 
-def prepare_on(mesh: Any) -> Callable[[nn.Module, Tools], nn.Module]:
-    def prepare(model: nn.Module, tools: Tools) -> nn.Module:
-        for module in (*blocks_of(model), model):
-            fxshard.fully_shard(module, mesh=mesh)
-        return tools.compile(model)
-
-    return prepare
-
-
 def test_gathers_once_per_step() -> None:
-    num_units = len(list(blocks_of(MLP()))) + 1
+    num_units = 2
     once = launches(several, resident_gib=1)
     assert once == launches(kept)
     assert once["all_gather"] == once["reduce_scatter"] == num_units

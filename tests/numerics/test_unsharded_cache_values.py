@@ -22,14 +22,14 @@ from fxshard.testing import emulated_link
 from tests.numerics.harness import EAGER, compile_module, fxshard_system, start, train_step
 from tests.numerics.microbatches import holds, holds_any, set_kept
 from tests.numerics.models import MLP, rows
-from tests.numerics.scenarios import REGRESSION
+from tests.numerics.scenarios import ONE_BLOCK, REGRESSION
 from tests.numerics.writes import WRITES
 from tests.ranks import two_ranks
 
 
 @two_ranks
 def test_sees_every_write() -> None:
-    runs = [start(REGRESSION, fxshard_system()) for _ in range(2)]
+    runs = [start(ONE_BLOCK, fxshard_system()) for _ in range(2)]
     for name, write in WRITES.items():
         losses = []
         for run, keeps in zip(runs, (False, True), strict=True):
@@ -47,7 +47,7 @@ def test_sees_every_write() -> None:
 
 @two_ranks
 def test_refuses_an_optimizer_step_that_would_leave_gradients_behind() -> None:
-    run = start(REGRESSION, fxshard_system())
+    run = start(ONE_BLOCK, fxshard_system())
     train_step(run, 0)
     before = [cast(DTensor, p).to_local().clone() for p in run.model.parameters()]
     with fxshard.no_sync(run.model):

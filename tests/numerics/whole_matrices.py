@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 import fxshard
 from tests.models import FeedForward
-from tests.numerics.harness import full, sharded
+from tests.numerics import harness
+from tests.numerics.harness import full
 
 Make = Callable[[Iterable[Any]], Any]
 
@@ -135,6 +136,10 @@ def muon(params: Iterable[Any]) -> Optimizer:
 def muon_of_matrices(params: Iterable[Any]) -> Optimizer:
     """Return torch's own."""
     return torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.05)
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
+    return harness.sharded(model, mesh=mesh, **kwargs)
 
 
 def batch(step: int, dtype: torch.dtype) -> Tensor:
