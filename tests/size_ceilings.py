@@ -34,20 +34,20 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        36_660,
+        36_010,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if name.startswith(TOOLS)),
-        5_540,
+        5_450,
     ),
     Ceiling(
         "lines of the core: top level without `hardware.py`, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE)
         - _lines([SOURCES["hardware.py"]]),
-        24_190,
+        23_740,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 58_520),
-    Ceiling("lines of `benchmarks/`", _lines(_texts("benchmarks", "*.py").values()), 4_050),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_690),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 56_830),
+    Ceiling("lines of `benchmarks/`", _lines(_texts("benchmarks", "*.py").values()), 4_040),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_800),
 )
