@@ -124,8 +124,9 @@ def blocks_of(model: nn.Module) -> Iterable[nn.Module]:
 
 def sharded(model: Model, **kwargs: Any) -> Model:
     """Make a unit of each block, and one of the rest, for tests that are no scenario; return the model."""
-    for part in (*blocks_of(model), model):
-        fxshard.fully_shard(part, **kwargs)
+    for block in blocks_of(model):
+        fxshard.fully_shard(block, **kwargs)
+    fxshard.fully_shard(model, **kwargs)
     return model
 
 

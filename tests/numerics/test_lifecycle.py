@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -163,7 +163,7 @@ def write_through_data(run: Run, step: int) -> None:
 @two_ranks
 @BOTH_WAYS
 def test_sees_what_is_loaded_or_written_through_data_between_steps(prepare: Prepare) -> None:
-    changes = {
+    changes: dict[str, Callable[[Run, int], None]] = {
         "through data": write_through_data,
         "copied": LoadBack(assign=False),
         "assigned": LoadBack(assign=True),
