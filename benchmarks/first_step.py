@@ -1,11 +1,12 @@
 """What the first step of a deep model costs: `python -m benchmarks.first_step auto 32 gpt`.
 
-One rank of a fake group of eight, in this process; collectives move nothing. Systems: `off` and `auto` are the option
-`regions` of one graph, `regional` is that option, `one_line` the same without `fully_shard`, `default` sets nothing,
-`fsdp2` is FSDP2 with each block compiled. Models: the deep GPT, and a Llama of the same width, ours (`llama`) and that
-of Hugging Face (`hf`). Inductor's and AOTAutograd's caches of graphs are off, unless a fourth argument says `cached`;
-the C++ kernels come out of their cache where a run before has made them (TORCHINDUCTOR_CACHE_DIR says where), so run
-each line twice for warm kernels. Processor time is that of this process, without the C++ compilers it starts.
+One rank of a fake group of eight, in this process; collectives move nothing. `emulated` as a fifth argument: they copy.
+Systems: `off` and `auto` are the option `regions` of one graph, `regional` is that option, `one_line` the same without
+`fully_shard`, `default` sets nothing, `fsdp2` is FSDP2 with each block compiled. Models: the deep GPT, and a Llama of
+the same width, ours (`llama`) and that of Hugging Face (`hf`). Inductor's and AOTAutograd's caches of graphs are off,
+unless a fourth argument says `cached`; the C++ kernels come out of their cache where a run before has made them
+(TORCHINDUCTOR_CACHE_DIR says where), so run each line twice for warm kernels. Processor time is that of this process,
+without the C++ compilers it starts.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 import fxshard
 from benchmarks.llama import Llama
 from benchmarks.models import DEEP, GPT, LLAMA, next_token_loss
+from fxshard.testing import emulated_link
 
 WORLD_SIZE, STEPS, WARM_UP = 8, 31, 5
 
@@ -79,9 +81,13 @@ def compiled(system: str, model: nn.Module, blocks: nn.ModuleList) -> nn.Module:
     return cast(Any, torch.compile)(model, backend="fxshard", options=options)
 
 
-def main(system: str, num_layers: int, name: str = "gpt", caches: str = "") -> None:
+def main(system: str, num_layers: int, name: str = "gpt", caches: str = "", group: str = "fake") -> None:
     """Train some steps and print what they took."""
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=WORLD_SIZE)
+    link = emulated_link(WORLD_SIZE)
+    if group == "emulated":
+        link.__enter__()
+    else:
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=WORLD_SIZE)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = compiled(system, *built(name, num_layers))
@@ -97,8 +103,8 @@ def main(system: str, num_layers: int, name: str = "gpt", caches: str = "") -> N
                 wall = time.perf_counter() - begin
     step = statistics.median(seconds[WARM_UP:]) * 1e3
     print(
-        f"{system} {num_layers} {name} {caches}: first step {seconds[0]:.1f} s of CPU, {wall:.1f} s of wall time, "
-        f"later ones {step:.1f} ms of CPU"
+        f"{system} {num_layers} {name} {caches} {group}: first step {seconds[0]:.1f} s of CPU, "
+        f"{wall:.1f} s of wall time, later ones {step:.1f} ms of CPU"
     )
 
 

@@ -39,10 +39,11 @@ class Table(NamedTuple):
     @property
     def rows(self) -> dict[str, Row]:
         _, _, rest = PAGE.partition(f"\n## {self.title}\n")
-        found = re.findall(
-            r"^\| `(\w+)`(?: \(torch ([\d., ]+)\))? \| (.*?) \| (.*?) \|$", rest.partition("\n## ")[0], re.MULTILINE
-        )
-        return {row[0]: Row(*row) for row in found}
+        table = rest.partition("\n## ")[0]
+        found = re.findall(r"^\| `(\w+)`(?: \(torch ([\d., ]+)\))? \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
+        rows = {row[0]: Row(*row) for row in found}
+        assert len(rows) == table.count("\n| `"), "a row is not read, or two have one name"
+        return rows
 
 
 def _public(cls: type) -> dict[str, Callable[..., Any]]:

@@ -131,7 +131,7 @@ def freeze_a_block(model: nn.Module, tools: Tools) -> nn.Module:
 
 @two_ranks
 def test_leaves_frozen_parameters_alone() -> None:
-    check(replace(ONE_BLOCK, backward=several, prepare=freeze_a_block))
+    check(replace(REGRESSION, backward=several, prepare=freeze_a_block))
 
 
 @pytest.mark.slow

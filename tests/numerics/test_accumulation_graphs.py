@@ -112,14 +112,13 @@ def test_knows_blocks_of_one_graph_apart_that_return_views_of_their_inputs() -> 
 
 
 def perturbed(run: Run, step: int) -> Tensor:
-    """The last microbatch is changed along its gradient, which is none of the parameters'."""
+    """Each microbatch is changed along its gradient, which is none of the parameters', with and without reductions."""
 
     def loss(i: int) -> Tensor:
         x, y = run.batch(10 * step + i)
-        if i == 1:
-            x = x.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(run.scenario.loss(run.model, x, y), x)
-            x = (x + 0.1 * gradient.sign()).detach()  # a mean over fewer rows is larger
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(run.scenario.loss(run.model, x, y), x)
+        x = (x + 0.1 * gradient.sign()).detach()  # a mean over fewer rows is larger
         return run.scenario.loss(run.model, x, y)
 
     return in_turn(run, step, {"requires_gradient_sync": False}, {"requires_gradient_sync": True}, loss=loss)

@@ -136,7 +136,7 @@ def assert_trains_as_unsharded(run: nn.Module, model: Headless, kind: type[Headl
 def evaluate(run: nn.Module, model: Any, kind: type[Headless]) -> None:
     """An evaluation reads the parameters, too; what is trained between them changes nothing."""
     plain, tokens = kind().double(), tokens_of(dist.get_rank())
-    for context in (torch.no_grad, torch.inference_mode):
+    for context in (torch.inference_mode, torch.no_grad):
         with context():
             for each in range(2):
                 torch.testing.assert_close(
@@ -156,8 +156,8 @@ def test_a_loss_that_reads_a_root_parameter_gives_the_gradient_of_unsharded_trai
     way: str, kind: type[Headless]
 ) -> None:
     run, model = sharded(kind, way)
-    evaluate(run, model, kind)
     assert_trains_as_unsharded(run, model, kind)
+    evaluate(run, model, kind)
 
 
 @two_ranks

@@ -327,6 +327,7 @@ def released_whole(meshes: Meshes) -> None:
 
 BODIES: dict[str, Body] = {
     "dense": lambda meshes: check(on(meshes, model=partial(Mixtral, DenseMoE, num_blocks=1))),
+    "dense, two blocks": lambda meshes: check(on(meshes, DenseMoE)),
     "dense, one shard": lambda meshes: check_against_unsharded(on(meshes, DenseMoE)),
     "dropless": lambda meshes: check(on(meshes, DroplessMoE)),
     **mesh_bodies.bodies_of(partial(on, kind=DroplessMoE), "not compiled", "block by block", "float32"),
@@ -392,7 +393,7 @@ def test_two_by_two_ranks_train_as_fsdp2_also(name: str) -> None:
     ("shape", "name"),
     [
         ((1, 4), "dense, one shard"),  # FSDP2 divides gradients of a mesh of one rank twice: docs/fsdp2.md
-        ((4, 1), "dense"),
+        ((4, 1), "dense, two blocks"),
     ],
 )
 def test_meshes_of_other_shapes(shape: tuple[int, int], name: str) -> None:

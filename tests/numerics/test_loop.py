@@ -100,8 +100,13 @@ def test_trains_on_after_an_exception_in_the_middle_of_a_step(failure: str, prep
     check(failing(failure, prepare))
 
 
+@two_ranks
+@BOTH_WAYS
+def test_trains_after_an_inference(prepare: Prepare) -> None:
+    check(replace(ONE_BLOCK, before_step=evaluate_once_in_inference_mode, prepare=prepare))
+
+
 LOOPS = {
-    "inference before the first step": replace(ONE_BLOCK, before_step=evaluate_once_in_inference_mode),
     "clipped gradients": replace(ONE_BLOCK, update=partial(clip_and_update, foreach=None)),
     "gradients zeroed in place": replace(ONE_BLOCK, update=update_and_zero),
     "foreach AdamW": replace(ONE_BLOCK, optimizer=foreach_adamw),

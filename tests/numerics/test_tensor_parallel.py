@@ -263,6 +263,7 @@ BODIES: dict[str, Body] = {
         *("not compiled", "block by block", "float32", "clipped gradients", "kept parameters", "inductor"),
     ),
     "compiled": lambda mesh: check(on(mesh, model=partial(Transformer, num_blocks=1))),
+    "two blocks": lambda mesh: check(on(mesh)),
     "placements": parameters_lie_as_those_of_fsdp2,
     # FSDP2 of torch 2.15 casts the gradient of a norm before it is summed over the split sequence.
     "mixed precision": lambda mesh: check_sums_in_few_bits(on(mesh, shard_kwargs={"mp_policy": BF16})),
@@ -299,7 +300,7 @@ def test_two_by_two_ranks_train_as_fsdp2_also(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 4), (4, 1), (2, 1, 2), (1, 2, 2)])
 def test_meshes_of_other_shapes(shape: tuple[int, ...]) -> None:
-    processes.run(4, run, shape, "placements", "compiled")
+    processes.run(4, run, shape, "placements", "two blocks")
 
 
 @pytest.mark.multi_rank

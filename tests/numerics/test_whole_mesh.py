@@ -145,9 +145,9 @@ def lie_as_those_of_fsdp2(mesh: DeviceMesh, dp: Any = None) -> None:
     mesh_bodies.lie_as_those_of_fsdp2(lambda fully_shard: sharded(mesh, dp, fully_shard=fully_shard))
 
 
-def trains_on(mesh: DeviceMesh, dp: Any = None) -> None:
+def trains_on(mesh: DeviceMesh, dp: Any = None, *, num_blocks: int = 2) -> None:
     lie_as_those_of_fsdp2(mesh, dp)
-    check(on(mesh, dp, model=partial(Net, num_blocks=1)))
+    check(on(mesh, dp, model=partial(Net, num_blocks=num_blocks)))
 
 
 def states(mesh: DeviceMesh) -> None:
@@ -192,7 +192,7 @@ def every_mesh_lies_as_that_of_fsdp2() -> None:
 BODIES: dict[str, Body] = {
     **mesh_bodies.bodies_of(on, "not compiled", "float32", "clipped gradients", "kept parameters", "inductor"),
     "placements": lambda mesh: every_mesh_lies_as_that_of_fsdp2(),
-    "compiled": trains_on,
+    "compiled": partial(trains_on, num_blocks=1),
     "tp outside": lambda mesh: trains_on(mesh_of(tp=2, dp=2)),
     "data alone": lambda mesh: trains_on(mesh_of(dp=4)),
     "two axes that shard": lambda mesh: trains_on(mesh_of(dp=2, cp=2, tp=1), dims(shard=("dp", "cp"))),
