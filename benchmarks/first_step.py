@@ -83,11 +83,15 @@ def compiled(system: str, model: nn.Module, blocks: nn.ModuleList) -> nn.Module:
 
 def main(system: str, num_layers: int, name: str = "gpt", caches: str = "", group: str = "fake") -> None:
     """Train some steps and print what they took."""
-    link = emulated_link(WORLD_SIZE)
-    if group == "emulated":
-        link.__enter__()
-    else:
+    if group != "emulated":
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=WORLD_SIZE)
+        return measure(system, num_layers, name, caches)
+    with emulated_link(WORLD_SIZE):
+        return measure(system, num_layers, name, caches)
+
+
+def measure(system: str, num_layers: int, name: str, caches: str) -> None:
+    """Do so in the process group that there is."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = compiled(system, *built(name, num_layers))
@@ -103,7 +107,7 @@ def main(system: str, num_layers: int, name: str = "gpt", caches: str = "", grou
                 wall = time.perf_counter() - begin
     step = statistics.median(seconds[WARM_UP:]) * 1e3
     print(
-        f"{system} {num_layers} {name} {caches} {group}: first step {seconds[0]:.1f} s of CPU, "
+        f"{system} {num_layers} {name} {caches}: first step {seconds[0]:.1f} s of CPU, "
         f"{wall:.1f} s of wall time, later ones {step:.1f} ms of CPU"
     )
 

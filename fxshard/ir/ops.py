@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -184,7 +184,9 @@ def key_of(marker: fx.Node) -> MarkerKey:
 
 def slot_of(marker: fx.Node) -> int:
     """Return the slot index of an `unshard` or `reduce_grad` node."""
-    return cast(int, marker.args[2])
+    slot = marker.args[2]
+    assert isinstance(slot, int), marker.format_node()
+    return slot
 
 
 def parameter_key_of(marker: fx.Node) -> ParameterKey:

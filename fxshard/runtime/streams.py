@@ -15,6 +15,8 @@ the host never does. Three rules keep memory safe, without a check at run time:
 The CPU has no streams. There a cast runs at once, and a copy at its join, the last moment at which a stream could run
 it: what is freed or overwritten too early shows as a wrong number.
 
+As FSDP2's `all_gather_copy_in_stream` (`_fsdp_param_group.py`), and the works of `torch.distributed._symmetric_memory`.
+
 [Note: offloaded shards]
 The shards of an *offloaded* unit are in the host's memory; so are their gradients, and the optimizer's state, and there
 it steps: FSDP2's `CPUOffloadPolicy`. What is gathered and reduced is on the device. So a shard is copied to the device
@@ -25,8 +27,6 @@ backward has given a gradient, all copies that went before it are done, and the 
 
 In graphs `passes/offload_shards.py` puts them; `passes/hoist_copies.py` and `passes/chain_reductions.py` say when they
 run.
-
-As FSDP2's `all_gather_copy_in_stream` (`_fsdp_param_group.py`), and the works of `torch.distributed._symmetric_memory`.
 """
 
 from __future__ import annotations
