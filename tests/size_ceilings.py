@@ -49,5 +49,5 @@ CEILINGS = (
     ),
     Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 56_850),
     Ceiling("lines of `benchmarks/`", _lines(_texts("benchmarks", "*.py").values()), 4_050),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_800),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 55_000),
 )
