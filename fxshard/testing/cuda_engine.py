@@ -4,7 +4,7 @@
 All transfers go through one stream of the link, which is their order, as for a communicator of NCCL. Launching makes
 that stream wait for the caller's, `wait()` makes the caller's stream wait for the transfer, and neither blocks the
 host. If an operation is not asynchronous, torch calls `wait()` at once, in the stream that launched it. A work holds
-inputs and outputs until it has been waited for; whatever takes their memory next comes later in a stream that waits.
+inputs and outputs until it has been waited for; what takes their memory next comes later in a stream that waits.
 All of it can be captured in a CUDA graph, once the kernels have been compiled.
 
 What a transfer does to the data and how long it takes: [Note: paced copy]. What that kernel cannot copy (strided

@@ -119,7 +119,7 @@ LOOPS = {
 
 @two_ranks
 @BOTH_WAYS
-def test_trains_whatever_the_loop_does(prepare: Prepare) -> None:
+def test_trains_with_every_kind_of_loop(prepare: Prepare) -> None:
     scenarios = {name: replace(scenario, prepare=prepare) for name, scenario in LOOPS.items()}
     runs = check_each({**scenarios, "an exception in backward": failing("fail_in_backward", prepare)})
     assert all(norm > 0.05 for norm in runs["clipped gradients"].extra), "nothing was clipped"
