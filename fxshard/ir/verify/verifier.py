@@ -20,7 +20,7 @@ from torch import fx
 from fxshard.errors import InvariantError
 from fxshard.ir import text
 from fxshard.ir.properties import Property
-from fxshard.ir.verify import invariants, special_invariants
+from fxshard.ir.verify import invariants, region_invariants, unit_invariants
 from fxshard.ir.verify.baseline import Baseline, Subject
 from fxshard.ir.verify.invariants import Violation
 
@@ -107,15 +107,15 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(check=invariants.parameters_are_read_once_per_call, applies=_DEDUPED),
     Invariant(check=invariants.markers_say_whether_backward_gathers_again, applies=_TAGGED),
     Invariant(check=invariants.what_a_subgroup_shares_is_read_from_it, applies=_TAGGED),
-    Invariant(check=special_invariants.zero_gradients_are_of_their_parameters, applies=_TAGGED),
+    Invariant(check=unit_invariants.zero_gradients_are_of_their_parameters, applies=_TAGGED),
     Invariant(check=invariants.no_marker_is_left, applies=_EXPLICIT),
     Invariant(check=invariants.launch_has_one_wait, applies=_EXPLICIT),
     Invariant(check=invariants.deferred_waits_are_for_results, applies=_EXPLICIT),
     Invariant(check=invariants.buffers_in_flight_are_waited_for, applies=_FOLLOWED),
     Invariant(check=invariants.side_streams_meet_the_main_one_at_waits, applies=_EXPLICIT),
     Invariant(check=invariants.nothing_is_written_while_in_use, applies=_EXPLICIT),
-    Invariant(check=special_invariants.units_in_step_are_moved_whole, applies=_FOLLOWED),
-    Invariant(check=special_invariants.objects_are_given_whole_units, applies=_FOLLOWED),
+    Invariant(check=unit_invariants.units_in_step_are_moved_whole, applies=_FOLLOWED),
+    Invariant(check=unit_invariants.objects_are_given_whole_units, applies=_FOLLOWED),
     Invariant(check=invariants.gathers_match_the_plan, applies=_FOLLOWED),
     Invariant(check=invariants.parameters_are_their_slots, applies=_FOLLOWED),
     Invariant(check=invariants.gathered_buffers_are_read_as_parameters, applies=_FOLLOWED),
@@ -125,15 +125,15 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(check=invariants.gradients_are_reduced_once, applies=_FOLLOWED),
     Invariant(check=invariants.reductions_match_the_plan, applies=_FOLLOWED),
     Invariant(check=invariants.reduced_shards_are_averaged_over_replicas, applies=_FOLLOWED),
-    Invariant(check=special_invariants.copies_between_host_and_device_have_one_wait, applies=_EXPLICIT),
-    Invariant(check=special_invariants.offloaded_shards_are_read_on_the_device, applies=_FOLLOWED),
-    Invariant(check=special_invariants.gradients_of_offloaded_shards_are_on_the_host, applies=_FOLLOWED),
+    Invariant(check=unit_invariants.copies_between_host_and_device_have_one_wait, applies=_EXPLICIT),
+    Invariant(check=unit_invariants.offloaded_shards_are_read_on_the_device, applies=_FOLLOWED),
+    Invariant(check=unit_invariants.gradients_of_offloaded_shards_are_on_the_host, applies=_FOLLOWED),
     Invariant(check=invariants.collectives_keep_their_order, applies=_SCHEDULED),
     Invariant(check=invariants.launches_send_what_they_sent, applies=_SCHEDULED),
     Invariant(check=invariants.compute_reads_what_it_read, applies=_ALWAYS),
-    Invariant(check=special_invariants.regions_are_called_as_they_were, applies=_ALWAYS),
-    Invariant(check=special_invariants.regions_read_what_they_were_traced_with, applies=_UNLOWERED),
-    Invariant(check=special_invariants.results_of_regions_share_no_memory, applies=_ALWAYS),
+    Invariant(check=region_invariants.regions_are_called_as_they_were, applies=_ALWAYS),
+    Invariant(check=region_invariants.regions_read_what_they_were_traced_with, applies=_UNLOWERED),
+    Invariant(check=region_invariants.results_of_regions_share_no_memory, applies=_ALWAYS),
     Invariant(check=invariants.unsharded_bytes_stay_within_the_budget, applies=_LIMITED),
     Invariant(check=invariants.types_agree_with_a_fake_run, applies=_ALWAYS, slow=True),
 )
