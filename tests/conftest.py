@@ -66,6 +66,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # objects; to compile makes many that stay
     vars(live_objects)["_thaw"] = lambda: None
 
 
