@@ -6,8 +6,8 @@ import functools
 import hashlib
 import operator
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -15,6 +15,7 @@ import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
@@ -52,6 +53,7 @@ def _traced(gm: fx.GraphModule, parameters: Sequence[bool], options: Options) ->
     mode = torch_private.mode_of(examples)
     with ExitStack() as stack:
         stack.enter_context(torch_private.tracing_in(mode))
+        stack.enter_context(_leaving_floats(mode))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True))
         inputs = [_leaf_like(value, mode) for value in examples]
         traced = _Traced(parameters)
@@ -68,6 +70,20 @@ def _traced(gm: fx.GraphModule, parameters: Sequence[bool], options: Options) ->
             with inductor_config.patch(force_disable_caches=True):
                 compile_fx(gm, inputs, inner_compile=cast(Any, traced.keep), config_patches=patches)
     return traced
+
+
+@contextmanager
+def _leaving_floats(mode: Any) -> Iterator[None]:
+    """Leave floats of the capture (0-dim float64 tensors, too) to the rest of it.
+
+    Else torch starts the capture anew for each that the region does not read, to make a constant of it.
+    """
+    known = {*TensorifyState.force_specializations}
+    TensorifyState.force_specializations.update(map(str, torch_private.sizes_when_traced(mode.shape_env)))
+    try:
+        yield
+    finally:
+        TensorifyState.force_specializations.intersection_update(known)
 
 
 def _leaf_like(value: Tensor, mode: Any) -> Tensor:

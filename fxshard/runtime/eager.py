@@ -280,6 +280,8 @@ class _UnitRead:
     """
 
     def __init__(self, unit: Unit, slot: SlotIndex, *, in_parts: bool, after_forward: bool) -> None:
+        if not after_forward:
+            unit.require_same_trainable()
         self.unit, self._after_forward = unit, after_forward
         self.parameters: Parameters = {}  # what has been taken
         self.watched: list[_Watched] = []  # the same, as it was then

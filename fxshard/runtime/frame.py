@@ -55,6 +55,8 @@ class Frame:
             for unit in units.values():
                 unit.check()
             self._require_current(args, units)
+        for unit in units.values():
+            unit.require_same_trainable()
         records = torch.is_grad_enabled()  # a graph in which nothing trains may have an input that needs a gradient
         nodes = [arg.grad_fn if isinstance(arg, Tensor) else None for arg in args] if records else []
         self.begin(units)

@@ -136,9 +136,21 @@ COMPILED: Final = {
 }
 
 
+class Scaled(MLP):
+    """Reads a number in float64, of which Dynamo makes a symbol, outside of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=3)
+        self.register_buffer("scale", torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 @two_ranks
-def test_accumulates_with_regions() -> None:
-    assert num_calls(check(replace(THREE_BLOCKS, backward=several)))
+@pytest.mark.parametrize("model", [THREE_BLOCKS.model, Scaled])
+def test_accumulates_with_regions(model: Callable[[], nn.Module]) -> None:
+    assert num_calls(check(replace(THREE_BLOCKS, model=model, backward=several)))
 
 
 @two_ranks

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fxshard import fully_shard
 from fxshard.errors import ConfigError, FxshardError, UnsupportedGraph
-from tests.numerics.harness import EAGER, compile_module, loss_on_ones, sharded_mlp
-from tests.numerics.models import WIDTH
+from tests.numerics.harness import EAGER, compile_module, loss_on_ones, sharded_as, sharded_mlp
+from tests.numerics.models import MLP, WIDTH
 from tests.pairwise import slow
 
 BOTH_WAYS = pytest.mark.parametrize("compiled", [True, False])
@@ -119,3 +121,49 @@ def test_shards_a_graph_module_whose_forward_has_no_module(compiled: bool, mesh:
     run = compile_module(model, options=EAGER) if compiled else model
     run(torch.ones(2, 4)).sum().backward()
     assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+class _Freezing(MLP):
+    """Its forward freezes and thaws a block by a counter."""
+
+    step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.blocks[1].requires_grad_(self.step % 2 == 0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["one line", "compiled", "in parts", "eager"])
+def test_refuses_a_forward_that_freezes_or_thaws_parameters(mesh: DeviceMesh, way: str) -> None:
+    model = _Freezing()
+    run = sharded_as(model, way)
+    loss_on_ones(run).backward()
+    for model.step in (1, 2):
+        with pytest.raises(ConfigError, match=r"requires_grad of blocks.1.*Freeze or thaw parameters before the call"):
+            loss_on_ones(run)
+        model.blocks[1].requires_grad_(model.step % 2 == 0)
+        loss_on_ones(run).backward()
+
+
+@dataclass
+class _Batch:
+    x: Tensor
+    sizes: Tensor
+    nested: list[Tensor] = field(default_factory=list)
+
+
+class _OnBatches(MLP):
+    def forward(self, batch: _Batch) -> _Batch:  # type: ignore[override]
+        assert (batch.x.dtype, batch.sizes.dtype) == (torch.bfloat16, torch.int64)
+        return _Batch(super().forward(batch.x), batch.sizes, [batch.nested[0]])
+
+
+@BOTH_WAYS
+def test_casts_tensors_in_dataclasses(mesh: DeviceMesh, compiled: bool) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = fully_shard(_OnBatches(), mesh=mesh, mp_policy=policy)
+    run = compile_module(model, options=EAGER) if compiled else model
+    given = _Batch(torch.ones(2, WIDTH), torch.ones(2, dtype=torch.int64), [torch.ones(2)])
+    result = run(given)
+    assert given.x.dtype is torch.float32
+    assert (result.x.dtype, result.sizes.dtype, result.nested[0].dtype) == (torch.float64, torch.int64, torch.float64)
