@@ -48,6 +48,7 @@ from torch.autograd import Variable, profiler
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from torch.distributed.distributed_c10d import _get_default_store, _hash_ranks_to_str, _world
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.utils import _apply_to_tensors
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import _get_qualified_name
 from torch.optim import optimizer as optim_module
@@ -65,6 +66,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 FakeMode = FakeTensorMode
 """While it is on, tensors have shapes, strides, dtypes and devices, but no data."""
 
+apply_to_tensors = _apply_to_tensors  # of (function, values): in all containers that FSDP2 looks into
 mode_of = detect_fake_mode
 """The fake mode of some tensors, or of the compilation that runs."""
 

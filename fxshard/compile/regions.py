@@ -74,12 +74,10 @@ def _traced(gm: fx.GraphModule, parameters: Sequence[bool], options: Options) ->
 
 @contextmanager
 def _leaving_floats(mode: Any) -> Iterator[None]:
-    """Leave floats of the capture (0-dim float64 tensors, too) to the rest of it.
-
-    Else torch starts the capture anew for each that the region does not read, to make a constant of it.
-    """
-    known = {*TensorifyState.force_specializations}
-    TensorifyState.force_specializations.update(map(str, torch_private.sizes_when_traced(mode.shape_env)))
+    """Leave floats (0-dim float64 tensors, too) to the rest of the capture, which torch would else begin anew."""
+    known, shape_env = {*TensorifyState.force_specializations}, mode.shape_env
+    symbols = torch_private.sizes_when_traced(shape_env) if shape_env is not None else ()
+    TensorifyState.force_specializations.update(map(str, symbols))
     try:
         yield
     finally:

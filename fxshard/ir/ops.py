@@ -276,10 +276,6 @@ def rows_kept(parameters: list[Tensor], num_ranks: int, rank: int) -> Tensor:
     return made
 
 
-def _keep_rows(parameters: list[Tensor], key: str, num_ranks: int, group_name: str) -> Tensor:
-    return rows_kept(parameters, num_ranks, torch_private.process_group_of(group_name).rank())
-
-
 def _kept_numel(parameter: Tensor, num_ranks: int) -> int:
     return -(-parameter.shape[0] // num_ranks) * math.prod(parameter.shape[1:]) if parameter.dim() else 1
 
@@ -296,7 +292,9 @@ def _zero_gradient(parameters: list[Tensor], index: int) -> Tensor:
 _KERNELS: dict[str, Callable[..., Any]] = {
     "deferred_wait": lambda launched, dtype=None: launched,  # nobody may read it yet: who waits casts it
     "zero_gradient": _zero_gradient,
-    "keep_rows": _keep_rows,
+    "keep_rows": lambda parameters, key, num_ranks, group_name: rows_kept(
+        parameters, num_ranks, torch_private.process_group_of(group_name).rank()
+    ),
     "addmm_acc": _addmm_acc,
     "copy_in": _copy_in,
     "copy": _copy,

@@ -313,11 +313,8 @@ def share_out(
     if replicas is None:
         return narrow
     wide = shared_by(replicas)
-    return wide if over_replicas or _seconds_saved(narrow, wide, hardware or _usual(team)) > 0 else narrow
-
-
-def _usual(team: Team) -> HardwareSpec:
-    return BUILTIN["cpu" if team.mesh.device_type == "cpu" else "h100-sxm"]
+    usual = BUILTIN["cpu" if team.mesh.device_type == "cpu" else "h100-sxm"]
+    return wide if over_replicas or _seconds_saved(narrow, wide, hardware or usual) > 0 else narrow
 
 
 def _seconds_saved(

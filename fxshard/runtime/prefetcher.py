@@ -177,6 +177,8 @@ class Prefetcher:
         elif place is not None:
             self._row = self._following[place] = [request]
         else:
+            if (first := self.first_rows.get(scope.is_backward)) and first[0].unit is not unit:
+                del self.first_rows[scope.is_backward]  # on all ranks: `goes_another_way` knows nothing of new code
             self._row = self._taken_first[scope.is_backward] = [request]
             self.first = self.first if scope.is_backward else unit
         if unit not in self._units:

@@ -142,13 +142,11 @@ class Unit:
 
     def require_same_trainable(self) -> None:
         """Raise if parameters were frozen or thawed since the running call began: it reads them as they were then."""
-        if not torch.is_grad_enabled() or torch_private.backward_id() is not None:
-            return
         changed = [m.fqn for s in self.shards for m in s.members if m.parameter.requires_grad is not s.plan.trainable]
-        if changed:
+        if changed and torch.is_grad_enabled() and torch_private.backward_id() is None:
             raise ConfigError(
-                f"requires_grad of {', '.join(changed)} was changed within a call of the model, whose gradients are "
-                "those of the parameters as it began. Freeze or thaw parameters before the call."
+                f"requires_grad of {', '.join(changed)} was changed within a call of the model, which trains what "
+                "it did when the call began. Freeze or thaw parameters before the call."
             )
 
     def pack(self) -> None:

@@ -19,7 +19,7 @@ import collections
 import functools
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -223,7 +223,8 @@ class WholeMatrices(Optimizer):
             for _, matrix in sorted(by_place.items())
         ]
         launches = [Launch(on, text, "outside of graphs", "all_to_all", "whole matrices") for text in texts]
-        values = "; ".join(_settings_text(group, self.defaults) for group in self.param_groups)
+        groups = ({name: _value_text(group.get(name)) for name in self.defaults} for group in self.param_groups)
+        values = "; ".join(", ".join(f"{name}={text}" for name, text in group.items() if text) for group in groups)
         return self._agreements.setdefault(tuple(texts), Agreement("matrices")).before(launches, values=values)
 
     def _rounds(self, todo: Sequence[Matrix]) -> list[StepRound]:
@@ -358,10 +359,6 @@ def by_team(matrices: Sequence[Matrix]) -> dict[Team, list[Matrix]]:
     for matrix in matrices:
         found.setdefault(matrix.team, []).append(matrix)
     return dict(sorted(found.items(), key=lambda item: min(matrix.place for matrix in item[1])))
-
-
-def _settings_text(group: Mapping[str, Any], names: Iterable[str]) -> str:
-    return ", ".join(f"{name}={text}" for name in names if (text := _value_text(group.get(name))))
 
 
 def _value_text(value: Any) -> str:

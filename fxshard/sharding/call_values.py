@@ -8,42 +8,29 @@ DTensor that the input was made of (torch 2.11 to 2.15).
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map
+
+from fxshard import torch_private
 
 
 def _cast(dtype: torch.dtype, values: Any) -> Any:
-    """Cast floating-point tensors in containers and in dataclasses."""
-    return tree_map(functools.partial(_cast_one, dtype), values)
-
-
-def _cast_one(dtype: torch.dtype, value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        cast_ones = {name: _cast(dtype, each) for name, each in given.items()}
-        return dataclasses.replace(value, **cast_ones)
-    is_float = isinstance(value, Tensor) and torch.is_floating_point(value)
-    return value.to(dtype) if is_float and value.dtype != dtype else value
+    """Cast floating-point tensors in all containers that FSDP2 looks into, dataclasses among them."""
+    return torch_private.apply_to_tensors(lambda x: x.to(dtype) if torch.is_floating_point(x) else x, values)
 
 
 def cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Cast floating-point tensors among the arguments of a call to the dtype of the parameters."""
-    if not policy.cast_forward_inputs or policy.param_dtype is None:
-        return args, kwargs
-    return cast("tuple[Any, Any]", _cast(policy.param_dtype, (args, kwargs)))
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    return (args, kwargs) if dtype is None else _cast(dtype, (args, kwargs))
 
 
 def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
     """Cast floating-point tensors in the result of a call to the dtype that the policy wants."""
-    if policy.output_dtype is None:
-        return output
-    return _cast(policy.output_dtype, output)
+    return output if policy.output_dtype is None else _cast(policy.output_dtype, output)
 
 
 def awaited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -145,10 +145,7 @@ def compile_blocks(places: ShardedModules, backend: Callable[..., Any], **kwargs
 
 
 def _recompile_limit(num_blocks: int) -> dict[str, int]:
-    """Allow Dynamo `recompile_limit` graphs for each block: blocks share a code object, but each may read other values.
-
-    Hugging Face's do with a cache of keys and values: each reads its own number.
-    """
+    """Allow Dynamo `recompile_limit` graphs for each block: they share code, but each may read its own numbers."""
     return {"recompile_limit": num_blocks * torch.compiler.config.recompile_limit} if HAS_LIMIT else {}
 
 

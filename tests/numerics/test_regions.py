@@ -139,6 +139,8 @@ COMPILED: Final = {
 class Scaled(MLP):
     """Reads a number in float64, of which Dynamo makes a symbol, outside of its blocks."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__(num_blocks=3)
         self.register_buffer("scale", torch.tensor(1.5, dtype=torch.float64))

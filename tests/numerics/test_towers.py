@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ import fxshard
 from fxshard import RankMismatchError
 from fxshard.ir.collectives import ALONE_BYTES
 from tests.models import Towers
-from tests.numerics.harness import sharded_as
+from tests.numerics.harness import compile_module, full, sharded, sharded_as
 from tests.pairwise import slow
 from tests.ranks import fresh_ranks, two_ranks
 
@@ -188,3 +188,40 @@ def test_large_parameters_in_another_order_on_each_rank_are_an_error(equal: bool
         model.zero_grad()
     with pytest.raises(RankMismatchError, match=r"(?s)rank 0 .*rank 1 "):
         model(batch(9, rank), rank).square().mean().backward()
+
+
+class _Paths(nn.Module):
+    """Calls some of its blocks, as it is told, and multiplies by a parameter of its own before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, path: Iterable[int]) -> Tensor:
+        x = x * self.scale
+        for i in path:
+            x = self.blocks[i](x)
+        return x
+
+
+@two_ranks
+def test_ranks_guess_alike_where_one_compiles_for_its_batch_and_all_leave_a_block_out() -> None:
+    torch.manual_seed(0)
+    plain = _Paths().double()
+    model = sharded(copy.deepcopy(plain))
+    run = compile_module(model, {"lower": "eager", "regional": True})
+    for step, (path, rows) in enumerate([((0, 1, 2), (2, 2)), ((0, 1, 2), (2, 2)), ((1, 2), (2, 3)), ((1, 2), (2, 3))]):
+
+        def loss(net: nn.Module, rank: int, step: int = step, path: Any = path, rows: Any = rows) -> Tensor:
+            x = batch(step, rank)[: rows[rank]].double()
+            return net(x, path).square().mean() + net(x + 1, path).square().mean()  # two forwards, one backward
+
+        loss(run, dist.get_rank()).backward()
+        for rank in range(2):
+            (loss(plain, rank) / 2).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+            actual = torch.zeros_like(theirs) if ours.grad is None else full(ours.grad)
+            torch.testing.assert_close(actual, expected)
+            ours.grad = theirs.grad = None

@@ -31,11 +31,6 @@ def refuse_taken(roots: Sequence[nn.Module]) -> None:
                 raise ConfigError(advice(taken))
 
 
-def _may_be_taken(parameters: Sequence[Tensor]) -> bool:
-    """Whether an FSDP2 or DDP model may train the parameters: FSDP2 makes a class for each, DDP's are whole."""
-    return bool(FSDPModule.__subclasses__()) or not all(isinstance(p, DTensor) for p in parameters)
-
-
 def _refuse_compiled(parameters: Sequence[Tensor], models: Sequence[nn.Module]) -> None:
     """Raise a ConfigError if fxshard compiles one of `models`, unseen, for which FSDP2 or DDP has `parameters`."""
     wanted = {id(p) for p in parameters}
@@ -105,8 +100,9 @@ class _ReplicaGuard:
         if optimizer in self._approved or ranks == 1:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        # A step in backward is one for each parameter: of sharded ones alone nothing is searched.
-        models = instances_of(nn.Module, thaw=False) if _may_be_taken(parameters) else []
+        # A step in backward is one for each parameter: of sharded ones alone, and not FSDP2's, nothing is searched.
+        may_be_taken = bool(FSDPModule.__subclasses__()) or not all(isinstance(p, DTensor) for p in parameters)
+        models = instances_of(nn.Module, thaw=False) if may_be_taken else []
         _refuse_compiled(parameters, models)
         if replicas := _replicas([p for p in parameters if not isinstance(p, DTensor)], models):
             raise ConfigError(
