@@ -34,7 +34,7 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        36_030,
+        36_045,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
@@ -45,9 +45,9 @@ CEILINGS = (
         "lines of the core: top level without `hardware.py`, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE)
         - _lines([SOURCES["hardware.py"]]),
-        23_752,
+        23_767,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 56_940),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 56_975),
     Ceiling("lines of `benchmarks/`", _lines(_texts("benchmarks", "*.py").values()), 4_050),
     Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 55_000),
 )

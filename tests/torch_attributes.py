@@ -68,7 +68,7 @@ TORCH_ATTRIBUTES = (
     TorchAttribute(
         "_compiled_call_impl",
         "a module",
-        "sharding/sharded_module.py sharding/adopt.py inspect/replica.py",
+        "sharding/sharded_module.py sharding/adopt.py sharding/regional.py inspect/replica.py",
         "detect `module.compile()`, and undo it",
     ),
     TorchAttribute(

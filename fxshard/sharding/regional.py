@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -133,15 +134,29 @@ def compile_blocks(places: ShardedModules, backend: Callable[..., Any], **kwargs
         return False
     hooks = [hooks_inside(module) for module, _ in blocks]
     for (module, state), inside in zip(blocks, hooks, strict=True):
-        call, own = torch_private.uncompiled_call(module), _WithHooks(backend, inside) if inside else backend
+        call, own = _call_of(module), _WithHooks(backend, inside) if inside else backend
         state.compiled.runs[id(module)] = cast(Any, torch.compile)(
             call, backend=own, **kwargs, **_recompile_limit(len(blocks))
         )
         state.compiled.blocks.add(id(module))
         state.compiled.has_blocks = True
     model, state = places[""]
-    state.compiled.runs[id(model)] = torch.compiler.disable(torch_private.uncompiled_call(model))
+    state.compiled.runs[id(model)] = torch.compiler.disable(_call_of(model))
     return True
+
+
+def _call_of(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's call: hooks and what its class puts around them, but not what `module.compile()` was given."""
+    classes = (each for each in type(module).__mro__ if not each.__module__.startswith("fxshard.sharding."))
+    around = next(vars(each)["__call__"] for each in classes if "__call__" in vars(each))
+    if around is nn.Module.__call__:
+        return torch_private.uncompiled_call(module)
+    if module._compiled_call_impl is not None:
+        raise ConfigError(
+            f"{type(module).__name__} has a __call__ of its own, which compile() of it with regional=True would leave "
+            "out. Use torch.compile(model, ...) in place of model.compile()."
+        )
+    return types.MethodType(around, module)
 
 
 def _recompile_limit(num_blocks: int) -> dict[str, int]:
