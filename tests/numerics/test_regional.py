@@ -467,37 +467,34 @@ def test_refuses_a_function_that_calls_the_model(is_sharded: bool) -> None:
         step(torch.arange(6))
 
 
-class _Doubling(FeedForward):
-    """Doubles what its forward gives, around the hooks, as transformers' layers checkpoint theirs."""
+class _Around:
+    """Doubles what a module gives, around the hooks, as transformers' layers checkpoint theirs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return 2 * super().__call__(*args, **kwargs)
+        return 2 * super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-class _DoublingSequence(nn.Sequential):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return 2 * super().__call__(*args, **kwargs)
+class _Doubling(_Around, FeedForward): ...
+
+
+class _DoublingSequence(_Around, nn.Sequential): ...
 
 
 @two_ranks
 @pytest.mark.parametrize("cls", [nn.Sequential, _DoublingSequence])
 def test_runs_what_a_class_has_around_its_call(cls: type[nn.Sequential]) -> None:
     torch.manual_seed(0)
-    plain = cls(*(_Doubling(8, 8) for _ in range(3)))
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain := cls(*(_Doubling(8, 8) for _ in range(3))))
     for part in (*model, model):
         fully_shard(part)
     run = cast(Any, torch.compile)(model, backend="fxshard", options=REGIONAL)
-    x = torch.randn(2, 8)
-    for _ in range(2):
+    for x in torch.randn(2, 2, 8):
         torch.testing.assert_close(run(x), plain(x))
 
 
 @EMULATED
 def test_refuses_to_leave_out_what_a_class_has_around_its_call() -> None:
-    model = _DoublingSequence(*(FeedForward(8, 8) for _ in range(3)))
-    for part in (*model, model):
-        fully_shard(part)
+    model = fully_shard(_DoublingSequence(*(fully_shard(FeedForward(8, 8)) for _ in range(3))))
     model.compile(backend="fxshard", options=REGIONAL)
     with pytest.raises(ConfigError, match=r"_DoublingSequence has a __call__ of its own.*Use torch.compile"):
         model(torch.randn(2, 8))
